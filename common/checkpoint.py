@@ -1,0 +1,238 @@
+"""Run folders and finished models: locking, publishing with hashes, and reading back what a stage wrote.
+
+A folder is *finished* when `stage.json` is there and the sha256 of every file it lists matches. Files are staged
+under a temporary name, fsynced and moved in; `stage.json` comes last, so no crash leaves a folder that looks finished.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+
+from common.errors import UserError
+
+FORMAT_VERSION = 1
+STAGE_FILE = "stage.json"
+STAGES = ("base", "sft", "dpo", "reward", "rlhf-actor", "rlhf-critic")
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "sentencepiece")
+_HOW_TO_MAKE = {
+    "base": "python step0_data/prepare.py --dataset tiny --output_dir data",
+    "sft": "python step1_sft/train.py --model BASE --data data --output_dir models/sft",
+    "reward": "python step2_reward/train.py --model models/sft --data data --output_dir models/reward",
+    "rlhf-actor": "python step3_rlhf/train.py --actor models/sft --critic models/reward",
+    "rlhf-critic": "python step3_rlhf/train.py --actor models/sft --critic models/reward",
+}
+
+
+class RunFolder:
+    """An output folder held by one running job.
+
+    Args:
+        path: the folder; made if missing.
+        finished: the files, relative to it, that mark a finished run.
+        main_process: only the main process locks; the others just know the path.
+
+    Raises:
+        UserError: the folder holds a finished run, is a file, or another job is writing to it.
+    """
+
+    def __init__(self, path: str | Path, finished: tuple[str, ...] = (STAGE_FILE,), main_process: bool = True):
+        self.path = Path(path)
+        if any((self.path / name).exists() for name in finished):
+            raise UserError(f"{path} holds a finished run; choose another --output_dir or remove the folder")
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"--output_dir {path} is a file; choose a folder")
+        self._lock = None
+        if main_process:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = filelock.FileLock(self.path / ".lock")
+            owner = self.path / ".lock-owner"
+            try:
+                self._lock.acquire(timeout=0)
+            except filelock.Timeout:
+                who = owner.read_text() if owner.exists() else "another process"
+                raise UserError(f"{path} is being written by {who}; wait for it or choose another --output_dir") from None
+            owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+
+    def release(self) -> None:
+        """Gives the lock back (the operating system does so too when the process dies)."""
+        if self._lock is not None:
+            (self.path / ".lock-owner").unlink(missing_ok=True)
+            self._lock.release()
+            (self.path / ".lock").unlink(missing_ok=True)
+
+
+def publish(
+    folder: str | Path,
+    stage: str,
+    write: Callable[[Path], None],
+    *,
+    args: dict,
+    seed: int,
+    parents: dict[str, str | Path],
+    data: dict | None,
+    metrics: dict,
+) -> None:
+    """Makes `folder` a finished stage: `write(staging)` fills it, then files move in, then `stage.json`.
+
+    Args:
+        stage: one of `STAGES`.
+        args: every argument of the run, by name.
+        parents: the model folders this one was made from, by role.
+        data: `{"path", "hash"}` of the prepared data, or None.
+        metrics: the final figures, by name.
+    """
+    assert stage in STAGES, stage
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f".staging-{os.getpid()}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        write(staging)
+        names = sorted(str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file())
+        hashes = {}
+        for name in names:
+            hashes[name] = hash_file(staging / name)
+            _fsync(staging / name)
+        (folder / STAGE_FILE).unlink(missing_ok=True)
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging / name, folder / name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    _fsync(folder)
+    record = {
+        "stage": stage,
+        "format_version": FORMAT_VERSION,
+        "args": args,
+        "seed": seed,
+        "git_commit": _git_commit(),
+        "packages": _package_versions(),
+        "parents": {role: _parent_record(Path(path)) for role, path in parents.items()},
+        "data": data,
+        "metrics": metrics,
+        "files": hashes,
+    }
+    atomic_write_text(folder / STAGE_FILE, json.dumps(record, indent=1, sort_keys=True, default=str) + "\n")
+
+
+def read_stage(folder: str | Path) -> dict | None:
+    """The `stage.json` of a folder we wrote; None for a foreign one (any hub model).
+
+    Raises:
+        UserError: the file is there but is not ours to read.
+    """
+    path = Path(folder) / STAGE_FILE
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid json ({error}); the folder is damaged, make it again") from error
+    if record.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {record.get('format_version')}, this program reads {FORMAT_VERSION}")
+    return record
+
+
+def verify(folder: str | Path) -> None:
+    """Compares every file listed in `stage.json` with its hash; a foreign folder has nothing to compare.
+
+    Raises:
+        UserError: a file is missing or differs.
+    """
+    for name, expected in ((read_stage(folder) or {}).get("files") or {}).items():
+        path = Path(folder) / name
+        if not path.exists():
+            raise UserError(f"{path} is missing, though {STAGE_FILE} lists it; copy the folder whole or make it again")
+        if hash_file(path) != expected:
+            raise UserError(f"{path} differs from what its stage wrote (sha256); restore it or make the folder again")
+
+
+def require_stage(folder: str | Path, flag: str, wanted: tuple[str, ...]) -> dict | None:
+    """Checks that a model folder is whole and of one of the `wanted` stages; a foreign model or hub name passes.
+
+    Returns the stage record, or None for a foreign model.
+
+    Raises:
+        UserError: missing, unfinished, of another stage, or damaged; with the command that makes the right one.
+    """
+    path = Path(folder)
+    make = f"make it with `{_HOW_TO_MAKE[wanted[0]]}`"
+    if not path.exists():
+        # `name` or `owner/name` may be a hub id; anything deeper, or starting with a folder that exists, is a path.
+        is_hub_name = len(path.parts) <= 2 and not str(folder).startswith((".", "/")) and not Path(path.parts[0]).exists()
+        if is_hub_name and path.parts[0] not in ("models", "out", "data"):
+            return None
+        raise UserError(f"{flag} {folder}: no such folder; {make}")
+    if not path.is_dir():
+        raise UserError(f"{flag} {folder} is a file; wanted a model folder; {make}")
+    record = read_stage(path)
+    if record is None:
+        if (path / "config.json").exists():
+            return None
+        inner = [name for name in ("actor", "critic") if (path / name / STAGE_FILE).exists()]
+        hint = f"did you mean {path / ('critic' if 'critic' in flag else 'actor')}?" if inner else make
+        raise UserError(f"{flag} {folder}: no finished model there (neither {STAGE_FILE} nor config.json); {hint}")
+    if record["stage"] not in wanted:
+        raise UserError(f"{flag} {folder} is of stage {record['stage']!r}, wanted {' or '.join(map(repr, wanted))}; {make}")
+    verify(path)
+    return record
+
+
+def hash_file(path: str | Path) -> str:
+    """sha256 of a file, as hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_tree(hashes: dict[str, str]) -> str:
+    """One sha256 over many named ones, whatever their order."""
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Writes a file so that a reader, or a crash, sees the old content or the new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    _fsync(temporary)
+    os.replace(temporary, path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parent_record(path: Path) -> dict:
+    record = read_stage(path) if path.exists() else None
+    sha256 = hash_file(path / STAGE_FILE) if record else None
+    return {"path": str(path.resolve()) if path.exists() else str(path), "stage": record and record["stage"], "sha256": sha256}
+
+
+def _git_commit() -> str | None:
+    done = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
