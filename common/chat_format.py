@@ -1,0 +1,379 @@
+"""Turns conversations into token ids: the chat template, where a turn ends, which tokens are trained, what is cut.
+
+Every stage builds its tokens here, so that the sequence a model is trained on has, as an exact prefix, the
+very ids the actor is shown at rollout time:
+
+    encode_conversation(prompt + [answer]) == encode_prompt(prompt) + answer ids, the last of them the turn end
+
+Two things make that harder than calling the tokenizer on the whole text. A tokenizer may merge the last
+characters of the prompt with the first of the answer ("=" + "12" -> "=1", "2"), which no rollout can do; and
+many base models have no turn-end token in their template. So text is tokenised in segments: in context where
+that leaves the ids before it unchanged, on its own where it does not; and the turn end is put in as an id.
+BOS comes from the template only (`add_special_tokens=False` everywhere): it can be neither missing nor doubled.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+
+# The space after "Assistant:" belongs to the answer, not to the generation prompt. Tokenizers glue a space to
+# the word that follows it ("\u2581Yes"), so a prompt ending in a space would be followed by "Yes" in rollouts and by
+# "\u2581Yes" in any text the model ever read. Text is never trimmed here: cleaning is step 0's business.
+# eos_token stands after each answer as a template variable, not as typed text, so that servers that know only
+# the template show later turns the same context that training did.
+_HUMAN_ASSISTANT = (
+    "{% if bos_token %}{{ bos_token }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}"
+    "{% if not loop.first %}{{ '\\n\\n' }}{% endif %}{{ message['content'] }}"
+    "{% elif message['role'] == 'user' %}"
+    "{{ '\\n\\nHuman: ' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "{{ '\\n\\nAssistant:' }}{% if message['content'] %}{{ ' ' + message['content'] }}{% endif %}"
+    "{% if eos_token %}{{ eos_token }}{% endif %}"
+    "{% else %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
+)
+
+# SmolLM2 and its kin declare <|im_start|> as their BOS; it must not stand there twice.
+_CHATML = (
+    "{% set turn_end = '<|im_end|>' %}"
+    "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + turn_end + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_PLAIN = (
+    "{% if bos_token %}{{ bos_token }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ message['content'] }}"
+    "{% if message['role'] == 'system' %}{{ '\\n\\n' }}{% endif %}"
+    "{% if message['role'] == 'assistant' and eos_token %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+
+BUILTIN_TEMPLATES = {"human-assistant": _HUMAN_ASSISTANT, "chatml": _CHATML, "plain": _PLAIN}
+
+_SENTINEL = "Sentinel42"
+
+
+class RowError(UserError):
+    """One conversation cannot be used; `reason` is the same for all rows with the same trouble, to be counted."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+# ---- the template and what it prints around an answer
+
+
+def ensure_template(tokenizer, name_or_file: str | None) -> str:
+    """Give the tokenizer a chat template if it has none; return, in words to print, which one is in force.
+
+    The tokenizer's own template wins over `name_or_file` (a key of BUILTIN_TEMPLATES or a jinja file): a
+    model that was trained with one format is not to be fed another by a default in a script.
+    """
+    known = ", ".join(BUILTIN_TEMPLATES)
+    if tokenizer.chat_template:
+        used = "the tokenizer's own chat template"
+        if name_or_file:
+            used += f" (--chat_template {name_or_file} not used: it is for tokenizers that have none)"
+    elif not name_or_file:
+        raise UserError(f"the tokenizer has no chat template; name one with --chat_template: {known}, or a jinja file")
+    elif name_or_file in BUILTIN_TEMPLATES:
+        template = BUILTIN_TEMPLATES[name_or_file]
+        used = f"the built-in chat template {name_or_file}"
+        if name_or_file == "chatml" and "<|im_end|>" not in _marker_ids(tokenizer):
+            # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
+            template = template.replace("set turn_end = '<|im_end|>'", "set turn_end = eos_token")
+            used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no <|im_end|> token)"
+        tokenizer.chat_template = template
+    else:
+        path = Path(name_or_file)
+        if not path.is_file():
+            raise UserError(f"--chat_template {name_or_file}: neither a built-in ({known}) nor a file")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        used = f"the chat template in {path}"
+    _probe(tokenizer)  # a template that cannot be rendered is found here, before any model is loaded
+    return used
+
+
+def _marker_ids(tokenizer) -> dict[str, int]:
+    """Text -> id of the tokens that the tokenizer never splits and never makes from ordinary words."""
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+
+
+def _render(tokenizer, messages: list[dict], generation_prompt: bool = False) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+    except Exception as error:  # whatever a template may raise: TemplateError, TypeError on missing content, ...
+        roles = " ".join(str(m.get("role")) for m in messages)
+        raise RowError("the chat template refuses the conversation", f"{error} (roles: {roles})") from error
+
+
+def _tokens(tokenizer, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What the template prints around an answer, found by rendering a known one."""
+
+    lead: str  # between the generation prompt and the answer's text: " " for "Assistant:" + " yes"
+    tail: str  # after the answer's text, at the end of a conversation
+    end_id: int  # the turn end
+    end_text: str | None  # its text where the template prints it; None: we add it as an id
+
+
+def _probe(tokenizer) -> _Probe:
+    return _cached_probe(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token, len(tokenizer))
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
+    # The underscored arguments are only there so that a changed tokenizer is probed again.
+    question = [{"role": "user", "content": "Hi"}]
+    prompt = _render(tokenizer, question, generation_prompt=True)
+    full = _render(tokenizer, question + [{"role": "assistant", "content": _SENTINEL}])
+    at = full.rfind(_SENTINEL)
+    if at < 0:
+        raise UserError("the chat template does not print the assistant's content; give another with --chat_template")
+    lead = full[len(prompt) : at] if full[:at].startswith(prompt) else ""
+    tail = full[at + len(_SENTINEL) :]
+    for text, token_id in sorted(_marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
+        if tail.lstrip().startswith(text) and token_id in _tokens(tokenizer, tail):
+            return _Probe(lead, tail, token_id, text)
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has no EOS token and its chat template prints none after an answer, so nothing could "
+            "end a turn; set eos_token in tokenizer_config.json"
+        )
+    return _Probe(lead, tail, tokenizer.eos_token_id, None)
+
+
+def turn_end_id(tokenizer) -> int:
+    """The token that ends an assistant turn: the one the template prints after the answer, else EOS."""
+    return _probe(tokenizer).end_id
+
+
+def stop_ids(tokenizer, generation_config_eos: int | list[int] | None = None) -> tuple[int, ...]:
+    """The tokens that end a response: the turn end first, then what the generation config names."""
+    extra = [generation_config_eos] if isinstance(generation_config_eos, int) else list(generation_config_eos or ())
+    return tuple(dict.fromkeys([turn_end_id(tokenizer), *extra]))
+
+
+# ---- conversations to ids
+
+
+@dataclass
+class _Encoded:
+    text: str
+    ids: list[int]
+    mask: list[bool]
+    # Where the last turn end that only exists as an id was put in: text before it cannot serve as context.
+    text_start: int = 0
+    ids_start: int = 0
+
+    def extended(self, tokenizer, text: str, trained: bool) -> _Encoded:
+        new = _continuation(tokenizer, self.text[self.text_start :], self.ids[self.ids_start :], text)
+        return _Encoded(
+            self.text + text, self.ids + new, self.mask + [trained] * len(new), self.text_start, self.ids_start
+        )
+
+
+def _continuation(tokenizer, context: str, context_ids: list[int], text: str) -> list[int]:
+    """Ids of `text` as it follows `context`, whose ids are already fixed."""
+    if context:
+        whole = _tokens(tokenizer, context + text)
+        if whole[: len(context_ids)] == context_ids:
+            return whole[len(context_ids) :]
+    alone = _tokens(tokenizer, text)
+    if _adds_prefix_space(tokenizer):
+        # Some sentencepiece tokenizers put a space before any text they are given: hide it behind a newline.
+        anchor, whole = _tokens(tokenizer, "\n"), _tokens(tokenizer, "\n" + text)
+        if whole[: len(anchor)] == anchor:
+            return whole[len(anchor) :]
+    return alone
+
+
+def _adds_prefix_space(tokenizer) -> bool:
+    first = tokenizer.convert_ids_to_tokens(_tokens(tokenizer, "a")[:1])
+    return bool(first) and first[0][:1] in ("\u2581", "\u0120")
+
+
+def _check_messages(messages) -> None:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RowError("not a list of messages", f"got {messages!r:.80}")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError("not a list of messages with role and content", f"got {message!r:.80}")
+        if not isinstance(message.get("content"), str):
+            raise RowError("a message without text", f"role {message['role']}, content {message.get('content')!r:.80}")
+
+
+def _encode_prompt(tokenizer, messages) -> _Encoded:
+    text = _render(tokenizer, messages, generation_prompt=True)
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
+    if last is not None:
+        past = _encode_answered(tokenizer, messages[: last + 1])
+        if text.startswith(past.text):
+            return past.extended(tokenizer, text[len(past.text) :], trained=False)
+        # The template rewrites answers once they are history (drops reasoning, say). What the actor would see
+        # is the rewritten text, which no model should be trained to produce: context only.
+    ids = _tokens(tokenizer, text)
+    return _Encoded(text, ids, [False] * len(ids))
+
+
+def _encode_answered(tokenizer, messages) -> _Encoded:
+    """A conversation whose last message is the assistant's, up to and including its turn end."""
+    probe = _probe(tokenizer)
+    if len(messages) == 1:
+        raise RowError("the conversation starts with the assistant: there is no prompt")
+    prompt = _encode_prompt(tokenizer, messages[:-1])
+    full = _render(tokenizer, messages)
+    if full.startswith(prompt.text):
+        answer = full[len(prompt.text) :]
+    else:
+        # The generation prompt holds text that a finished turn does not ("<think>\n"): the answer goes after it.
+        marked = _render(tokenizer, messages[:-1] + [{"role": "assistant", "content": _SENTINEL}])
+        start = marked.rfind(_SENTINEL)
+        if marked[:start] != full[:start]:
+            raise RowError("the chat template moves the answer about, so its start cannot be found")
+        answer = full[start:]
+    if probe.end_text and probe.end_text in answer:
+        answer = answer[: answer.rfind(probe.end_text) + len(probe.end_text)]
+    elif probe.tail and answer.endswith(probe.tail):
+        answer = answer[: -len(probe.tail)]
+    encoded = prompt.extended(tokenizer, answer, trained=True)
+    answer_ids = encoded.ids[len(prompt.ids) :]
+    if answer_ids[-1:] != [probe.end_id]:
+        answer_ids = answer_ids + [probe.end_id]
+        ids = prompt.ids + answer_ids
+        encoded = _Encoded(encoded.text, ids, prompt.mask + [True] * len(answer_ids), len(encoded.text), len(ids))
+    if answer_ids.count(probe.end_id) != 1:
+        shown = tokenizer.convert_ids_to_tokens([probe.end_id])[0]
+        raise RowError(f"an answer holds the text of the stop token {shown}", repr(messages[-1]["content"][:80]))
+    return encoded
+
+
+def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+    """Ids the actor is shown: all turns and the generation prompt. Raises RowError (a UserError)."""
+    _check_messages(messages)
+    if messages[-1]["role"] == "assistant":
+        raise RowError("the prompt ends with an answer", repr(messages[-1]["content"][:80]))
+    return _encode_prompt(tokenizer, messages).ids
+
+
+def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
+    """Ids up to the last answer's turn end, and a mask: True on answers, each with its one turn end.
+
+    Messages after the last answer are left out, as is what the template prints after its turn end. Where the
+    template rewrites earlier answers (see `rewrites_history`), only the last one is trained. Raises RowError.
+    """
+    _check_messages(messages)
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
+    if last is None:
+        raise RowError("no assistant turn")
+    encoded = _encode_answered(tokenizer, list(messages[: last + 1]))
+    return encoded.ids, encoded.mask
+
+
+def encode_pair(
+    tokenizer, prompt: list[dict], chosen: list[dict], rejected: list[dict]
+) -> tuple[list[int], list[int], list[int]]:
+    """Ids of the prompt and of the two answers without it, each ending in its turn end. Raises RowError."""
+    prompt_ids = encode_prompt(tokenizer, prompt)
+    answers = []
+    for answer in (chosen, rejected):
+        _check_messages(answer)
+        ids, _ = encode_conversation(tokenizer, list(prompt) + list(answer))
+        if ids[: len(prompt_ids)] != prompt_ids or len(ids) == len(prompt_ids):
+            raise RowError("the chat template rewrites the prompt when an answer of several turns follows")
+        answers.append(ids[len(prompt_ids) :])
+    return prompt_ids, answers[0], answers[1]
+
+
+def rewrites_history(tokenizer) -> bool:
+    """Whether the template prints an answer differently once another turn follows (then only last answers train)."""
+    answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _SENTINEL}]
+    past = _encode_answered(tokenizer, answered)
+    later = _render(tokenizer, answered + [{"role": "user", "content": "Why?"}], generation_prompt=True)
+    return not later.startswith(past.text)
+
+
+def decode_answer(tokenizer, ids: list[int]) -> str:
+    """The text of a sampled response: without its turn end and without what the template puts before an answer."""
+    probe = _probe(tokenizer)
+    ids = list(ids)
+    if probe.end_id in ids:
+        ids = ids[: ids.index(probe.end_id)]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.removeprefix(probe.lead)
+
+
+# ---- cutting
+
+
+def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
+    """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn nor the
+    last user turn. Returns its ids and the messages that are left, or None when even those do not fit."""
+    messages = list(messages)
+    ids = encode_prompt(tokenizer, messages)
+    while len(ids) > max_length:
+        start = 1 if messages[0]["role"] == "system" else 0
+        # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
+        users = [i for i in range(start, len(messages)) if messages[i]["role"] == "user"]
+        if len(users) < 2:
+            return None
+        messages = messages[:start] + messages[users[1] :]
+        ids = encode_prompt(tokenizer, messages)
+    return ids, messages
+
+
+# ---- the pad token
+
+_PAD_NAMES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|fim_pad|>", "<|vision_pad|>")
+_RESERVED_PREFIXES = ("<|reserved_special_token_", "<|reserved_", "<reserved_", "<unused", "[unused")
+
+
+def choose_pad(tokenizer, num_embeddings: int, extra_stop_ids: tuple[int, ...] = ()) -> tuple[int, bool, str]:
+    """Give the tokenizer a pad token that is not a stop token; return (id, whether a token was added, words to print).
+
+    With pad == EOS, other people's code drops the EOS from labels, masks and end-of-sequence look-ups. Taken, in
+    this order: the present pad token; a reserved token; <unk> where the tokenizer can spell any text without it;
+    a new token, which costs nothing where the embedding has a spare row. `num_embeddings` is the model's rows;
+    with a new id beyond it the caller has to grow the embedding to id + 1.
+    """
+    stops = {turn_end_id(tokenizer), tokenizer.eos_token_id, *extra_stop_ids}
+    taken = stops | {tokenizer.bos_token_id}
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in stops:
+        return tokenizer.pad_token_id, False, f"pad token {tokenizer.pad_token!r}, the tokenizer's own"
+
+    markers = {t: i for t, i in _marker_ids(tokenizer).items() if i not in taken and i < num_embeddings}
+    reserved = sorted((t for t in markers if t.startswith(_RESERVED_PREFIXES)), key=markers.get)
+    for text in [t for t in _PAD_NAMES if t in markers] + reserved:
+        tokenizer.pad_token = text
+        return markers[text], False, f"pad token {text!r}, a reserved token of the tokenizer"
+
+    unk = tokenizer.unk_token_id
+    if unk is not None and unk not in taken and unk < num_embeddings:
+        # A byte-level vocabulary never yields <unk>; elsewhere it is a real token of real texts.
+        rare = _tokens(tokenizer, "\u4e2d\U0001f9ff\u0378\ue000\U0010fffd\x07")
+        if unk not in rare:
+            tokenizer.pad_token = tokenizer.unk_token
+            return unk, False, f"pad token {tokenizer.unk_token!r}, which this tokenizer needs for no text"
+
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    pad_id = tokenizer.pad_token_id
+    if pad_id < num_embeddings:
+        return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}, a spare row of the embedding"
+    grow = f"the embedding grows from {num_embeddings} to {pad_id + 1} rows"
+    return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}: {grow}"
