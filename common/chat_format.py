@@ -69,7 +69,7 @@ class RowError(UserError):
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 # ---- the template and what it prints around an answer

@@ -1,0 +1,382 @@
+"""Prepared data: finding and reading it, tokenised examples, the rows of one optimiser step, padded batches.
+
+Nothing is cached on disk and nothing is dropped in silence: each tokenise_* function returns a Report with every
+row accounted for. Which rows make up step `s` is a pure function of (seed, s), the same for any number of ranks
+and any micro-batch size, so a resumed or re-laid-out run sees the same data in the same order.
+
+Legend: B rows of a micro-batch, Q padded prompt length, T padded length.
+"""
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from common import chat_format
+from common.checkpoint import hash_file
+from common.errors import UserError
+
+COLUMNS = {
+    "sft": ("messages",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt",),
+    "pretrain": ("text",),
+}
+_PREPARE = "python step0_data/prepare.py --dataset {} --output_dir data"
+
+
+# ---- finding and reading
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """One stage's prepared files. `hash` identifies their content; `notes` are lines to print."""
+
+    train: Path
+    eval: Path | None
+    root: Path | None  # the step-0 folder with its manifest.json, if there is one
+    hash: str
+    notes: tuple[str, ...] = ()
+
+
+def locate(data: str | Path, stage: str) -> DataFiles:
+    """Finds a stage's parquet files.
+
+    Args:
+        data: a step-0 root, the folder of one stage, or a parquet file.
+        stage: a key of `COLUMNS`.
+
+    Raises:
+        UserError: nothing there, nothing for this stage, not parquet, or columns of another stage.
+    """
+    assert stage in COLUMNS, stage
+    path = Path(data)
+    if not path.exists():
+        raise UserError(f"--data {data}: no such folder or file; make it with `{_PREPARE.format('tiny')}`")
+    if path.is_file():
+        train, eval_ = path, path.with_name("eval.parquet") if path.name == "train.parquet" else None
+    else:
+        folder = path / stage if (path / stage).is_dir() else path
+        train, eval_ = folder / "train.parquet", folder / "eval.parquet"
+        if not train.is_file():
+            raise UserError(_nothing_for(path, stage))
+        if folder == path and path.name in COLUMNS and path.name != stage:
+            raise UserError(f"--data {data} holds {path.name} data and this stage reads {stage} data; give its parent")
+    eval_ = eval_ if eval_ is not None and eval_.is_file() else None
+    for file in filter(None, (train, eval_)):
+        _check_columns(file, stage)
+    root = train.parent.parent if (train.parent.parent / "manifest.json").is_file() else None
+    digest, notes = _fingerprint(root, [f for f in (train, eval_) if f])
+    return DataFiles(train, eval_, root, digest, notes)
+
+
+def _nothing_for(path: Path, stage: str) -> str:
+    there = [s for s in COLUMNS if (path / s / "train.parquet").is_file()]
+    if there:
+        return (
+            f"--data {path} has no {stage} data, only {', '.join(there)}; prepare a source that feeds this stage, or "
+            f"give a share of the rows to it with --split"
+        )
+    if (path / "manifest.json").is_file():
+        return f"--data {path} has a manifest but no parquet files; prepare it again with step0_data/prepare.py"
+    inside = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
+    return f"--data {path} is no prepared data (it holds {inside}); prepare it with `{_PREPARE.format(path)}`"
+
+
+def _check_columns(file: Path, stage: str) -> None:
+    try:
+        columns = pq.read_schema(file).names
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(
+            f"{file} is not a readable parquet file ({str(error).splitlines()[0][:100]}); "
+            f"prepare it with `{_PREPARE.format(file)}`"
+        ) from error
+    missing = [c for c in COLUMNS[stage] if c not in columns]
+    if missing:
+        raise UserError(
+            f"{file} has the columns {', '.join(columns)} but {stage} data needs {', '.join(COLUMNS[stage])}; "
+            f"prepare it with `{_PREPARE.format(file)}`"
+        )
+
+
+def _fingerprint(root: Path | None, files: list[Path]) -> tuple[str, tuple[str, ...]]:
+    """The manifest's hash while the files are as step 0 left them, else a hash of what they hold now."""
+    actual = {file: hash_file(file) for file in files}
+    own = hashlib.sha256("".join(actual.values()).encode()).hexdigest()
+    if root is None:
+        return own, ()
+    try:
+        manifest = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
+        recorded, whole = manifest["files"], manifest["hash"]
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{root / 'manifest.json'} is damaged ({error!r:.80}); prepare the data again") from error
+    changed = [f for f in files if recorded.get(f.relative_to(root).as_posix()) != actual[f]]
+    if not changed:
+        return whole, ()
+    return own, tuple(f"{f} was changed since step 0 wrote it (its sha256 is not the manifest's)" for f in changed)
+
+
+def read_rows(parquet: str | Path) -> list[dict]:
+    """All rows of a file, as plain dicts."""
+    return pq.read_table(parquet).to_pylist()
+
+
+# ---- examples
+
+
+@dataclass(frozen=True)
+class SFTExample:
+    ids: list[int]
+    mask: list[bool]  # True on trained tokens: the answers, turn ends included
+
+
+@dataclass(frozen=True)
+class PairExample:
+    prompt: list[int]
+    chosen: list[int]  # without the prompt
+    rejected: list[int]
+    margin: float | None = None
+
+
+@dataclass(frozen=True)
+class PromptExample:
+    ids: list[int]
+    row: dict  # the whole row; its other columns reach reward functions untouched
+
+
+@dataclass
+class Report:
+    """What became of the rows of one file. `str()` gives one line."""
+
+    what: str
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0  # rows with an answer cut at the length limit; such an answer has no turn end
+    shortened: int = 0  # prompts that lost their oldest turns
+    last_turn_only: int = 0  # conversations whose earlier answers the template rewrites, so they are not trained
+    set_aside: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    first: dict[str, str] = field(default_factory=dict)  # reason -> the first such row, in words
+
+    def put_aside(self, row: int, reason: str, detail: str = "") -> None:
+        self.set_aside[reason] = self.set_aside.get(reason, 0) + 1
+        self.first.setdefault(reason, f"first row {row}" + (f", {detail}" if detail else ""))
+
+    def __str__(self) -> str:
+        parts = [f"{self.what}: {self.read} rows read, {self.kept} kept"]
+        if self.truncated:
+            parts.append(f"{self.truncated} of them with an answer cut at the limit")
+        if self.shortened:
+            parts.append(f"{self.shortened} of them without their oldest turns")
+        if self.last_turn_only:
+            parts.append(f"{self.last_turn_only} of them trained on the last answer only (template rewrites history)")
+        parts += [f"{n} set aside: {reason} ({self.first[reason]})" for reason, n in self.set_aside.items()]
+        return "; ".join(parts)
+
+    def require_rows(self) -> None:
+        """Raises a UserError when no row is left, with the reasons."""
+        if not self.kept:
+            why = "the file is empty" if not self.read else str(self).split("; ", 1)[-1]
+            raise UserError(f"{self.what}: none of {self.read} rows can be used; {why}")
+
+
+def tokenise_sft(tokenizer, rows: Iterable[dict], max_length: int) -> tuple[list[SFTExample], Report]:
+    """Conversations cut on the right at `max_length` tokens. Raises UserError when no row is left."""
+    examples, report = [], Report("sft data")
+    end = chat_format.turn_end_id(tokenizer)
+    for number, row in enumerate(rows):
+        report.read += 1
+        try:
+            ids, mask = chat_format.encode_conversation(tokenizer, row["messages"])
+        except chat_format.RowError as error:
+            report.put_aside(number, error.reason, error.detail)
+            continue
+        answers = sum(m["role"] == "assistant" for m in row["messages"])
+        trained = sum(kept and token == end for token, kept in zip(ids, mask, strict=True))
+        cut = mask[:max_length]
+        if True not in cut:
+            report.put_aside(number, f"no answer begins within --max_length {max_length}", f"{len(ids)} tokens")
+            continue
+        length = len(cut) - cut[::-1].index(True)  # context after the last trained token would be computed for nothing
+        examples.append(SFTExample(ids[:length], mask[:length]))
+        report.truncated += len(ids) > max_length
+        report.last_turn_only += trained < answers
+    report.kept = len(examples)
+    report.require_rows()
+    return examples, report
+
+
+def tokenise_pairs(
+    tokenizer, rows: Iterable[dict], max_length: int, max_prompt_length: int | None = None
+) -> tuple[list[PairExample], Report]:
+    """Preference pairs whose answers are cut on the right so that prompt + answer has `max_length` tokens at most.
+
+    A prompt over `max_prompt_length` (None: max_length - 1) loses its oldest turns first. Pairs that are equal,
+    or are once cut, say nothing and are set aside. Raises UserError when no row is left.
+    """
+    examples, report = [], Report("preference data")
+    prompt_limit = min(max_prompt_length or max_length, max_length - 1)
+    for number, row in enumerate(rows):
+        report.read += 1
+        try:
+            fitted = chat_format.fit_prompt(tokenizer, row["prompt"], prompt_limit)
+            if fitted is None:
+                report.put_aside(number, f"prompt over {prompt_limit} tokens even without its older turns")
+                continue
+            messages = fitted[1]
+            prompt, chosen, rejected = chat_format.encode_pair(tokenizer, messages, row["chosen"], row["rejected"])
+        except chat_format.RowError as error:
+            report.put_aside(number, error.reason, error.detail)
+            continue
+        room = max_length - len(prompt)
+        if chosen == rejected:
+            report.put_aside(number, "chosen and rejected are equal")
+            continue
+        if chosen[:room] == rejected[:room]:
+            report.put_aside(number, f"chosen and rejected are equal once cut at {max_length} tokens")
+            continue
+        margin = row.get("margin")
+        examples.append(PairExample(prompt, chosen[:room], rejected[:room], None if margin is None else float(margin)))
+        report.truncated += max(len(chosen), len(rejected)) > room
+        report.shortened += len(messages) < len(row["prompt"])
+    report.kept = len(examples)
+    report.require_rows()
+    return examples, report
+
+
+def tokenise_prompts(tokenizer, rows: Iterable[dict], max_prompt_length: int) -> tuple[list[PromptExample], Report]:
+    """Prompts of at most `max_prompt_length` tokens; a longer one loses its oldest turns first.
+
+    `row["prompt"]` then holds the turns that are left: reward sources judge what the actor was shown. Raises
+    UserError when no row is left.
+    """
+    examples, report = [], Report("prompts")
+    for number, row in enumerate(rows):
+        report.read += 1
+        try:
+            fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_prompt_length)
+        except chat_format.RowError as error:
+            report.put_aside(number, error.reason, error.detail)
+            continue
+        if fitted is None:
+            report.put_aside(number, f"over --max_prompt_length {max_prompt_length} even without its older turns")
+            continue
+        ids, messages = fitted
+        if len(messages) < len(row["prompt"]):
+            report.shortened += 1
+            row = {**row, "prompt": messages}
+        examples.append(PromptExample(ids, row))
+    report.kept = len(examples)
+    report.require_rows()
+    return examples, report
+
+
+# ---- which rows a step trains on
+
+
+def _rows_in_all(n: int, epochs: float) -> int:
+    return max(1, round(n * epochs))
+
+
+def num_steps(n: int, batch_size: int, epochs: float) -> int:
+    """Optimiser steps in `epochs` passes over n rows; the last step may be short."""
+    return math.ceil(_rows_in_all(n, epochs) / batch_size)
+
+
+def step_rows(step: int, batch_size: int, n: int, seed: int, epochs: float | None = None) -> list[int]:
+    """Row numbers of optimiser step `step` (from 0): a slice of the endless row of shuffled epochs.
+
+    Epochs follow one another without a gap, so every batch is full but for the very last; one that spans two
+    epochs may hold a row twice. epochs None: no end. A step past the end is empty.
+    """
+    assert n > 0 and batch_size > 0 and step >= 0, (step, batch_size, n)
+    start, stop = step * batch_size, (step + 1) * batch_size
+    if epochs is not None:
+        stop = min(stop, _rows_in_all(n, epochs))
+    return [int(_epoch_order(n, seed, at // n)[at % n]) for at in range(start, stop)]
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    # Sorting the raw output of a counter-based generator: unlike Generator.permutation, whose algorithm numpy may
+    # change, the same in every version. Hashed, so that no other use of Philox(seed) in the project can coincide.
+    key = hashlib.sha256(f"epoch order {seed} {epoch}".encode()).digest()[:16]
+    noise = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(n)
+    return np.argsort(noise, kind="stable")
+
+
+def rank_micro_batches(rows: list, rank: int, world: int, micro_size: int) -> list[list]:
+    """This rank's share of a step's rows in micro-batches of `micro_size`, as many on every rank.
+
+    Rows are dealt like cards, so shares differ by one at most; a rank that has nothing for a slot gets [] there
+    and runs a filler row of zero weight, since all ranks must make the same number of forwards.
+    """
+    assert 0 <= rank < world and micro_size > 0, (rank, world, micro_size)
+    mine = rows[rank::world]
+    slots = math.ceil(len(rows) / world / micro_size)
+    return [mine[i * micro_size : (i + 1) * micro_size] for i in range(slots)]
+
+
+# ---- padded batches
+
+
+def pad_right(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (B, T) with padding after them, and the bool mask (B, T) of what is real, made from lengths."""
+    return _pad(rows, pad_id, left=False)
+
+
+def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids (B, Q) with padding before them, and the bool mask (B, Q) of what is real, made from lengths."""
+    return _pad(rows, pad_id, left=True)
+
+
+def _pad(rows: list[list[int]], pad_id: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        span = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, span] = torch.tensor(row, dtype=torch.long)
+        mask[i, span] = True
+    return ids, mask
+
+
+def collate_sft(examples: list[SFTExample], pad_id: int, filler: SFTExample | None = None) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask (bool) and labels (-100 where nothing is trained), each (B, T).
+
+    No examples: one row with the filler's tokens and no label, so that this rank runs its forward too.
+    """
+    real = bool(examples)
+    assert real or filler is not None, "an empty micro-batch needs a filler"
+    examples = examples or [filler]
+    ids, mask = pad_right([e.ids for e in examples], pad_id)
+    trained, _ = pad_right([[int(real and kept) for kept in e.mask] for e in examples], 0)
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(trained.bool(), ids, -100)}
+
+
+def collate_pairs(
+    examples: list[PairExample], pad_id: int, filler: PairExample | None = None
+) -> dict[str, torch.Tensor]:
+    """The chosen sequences of B pairs, then their rejected ones.
+
+    input_ids, attention_mask (2B, T); last (2B,), the index of each row's last token; margin (B,), 0 where the
+    data has none; weight (B,), 1 for pairs and 0 for the filler that stands in when there are no examples.
+    """
+    real = bool(examples)
+    assert real or filler is not None, "an empty micro-batch needs a filler"
+    examples = examples or [filler]
+    ids, mask = pad_right([e.prompt + e.chosen for e in examples] + [e.prompt + e.rejected for e in examples], pad_id)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "last": mask.sum(1) - 1,
+        "margin": torch.tensor([e.margin or 0.0 for e in examples], dtype=torch.float32),
+        "weight": torch.full((len(examples),), float(real)),
+    }
