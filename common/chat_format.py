@@ -18,6 +18,8 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
+
 from common.errors import UserError
 
 # The space after "Assistant:" belongs to the answer, not to the generation prompt. Tokenizers glue a space to
@@ -62,6 +64,10 @@ _PLAIN = (
 BUILTIN_TEMPLATES = {"human-assistant": _HUMAN_ASSISTANT, "chatml": _CHATML, "plain": _PLAIN}
 
 _SENTINEL = "Sentinel42"
+_NO_EOS = (
+    "the tokenizer has no EOS token and its chat template prints none after an answer, so nothing could end a turn; "
+    "set eos_token in tokenizer_config.json"
+)
 
 
 class RowError(UserError):
@@ -92,6 +98,8 @@ def ensure_template(tokenizer, name_or_file: str | None) -> str:
         template = BUILTIN_TEMPLATES[name_or_file]
         used = f"the built-in chat template {name_or_file}"
         if name_or_file == "chatml" and "<|im_end|>" not in _marker_ids(tokenizer):
+            if tokenizer.eos_token is None:
+                raise UserError(_NO_EOS)
             # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
             template = template.replace("set turn_end = '<|im_end|>'", "set turn_end = eos_token")
             used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no <|im_end|> token)"
@@ -115,8 +123,10 @@ def _render(tokenizer, messages: list[dict], generation_prompt: bool = False) ->
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
     except Exception as error:  # whatever a template may raise: TemplateError, TypeError on missing content, ...
-        roles = " ".join(str(m.get("role")) for m in messages)
-        raise RowError("the chat template refuses the conversation", f"{error} (roles: {roles})") from error
+        roles = " ".join(m["role"] for m in messages)
+        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        what = " ".join(str(error).split())
+        raise RowError("the chat template refuses the conversation", f"{line}{what} (roles: {roles})") from error
 
 
 def _tokens(tokenizer, text: str) -> list[int]:
@@ -140,6 +150,8 @@ def _probe(tokenizer) -> _Probe:
 @functools.lru_cache(maxsize=16)
 def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
     # The underscored arguments are only there so that a changed tokenizer is probed again.
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template; name one with --chat_template")
     question = [{"role": "user", "content": "Hi"}]
     prompt = _render(tokenizer, question, generation_prompt=True)
     full = _render(tokenizer, question + [{"role": "assistant", "content": _SENTINEL}])
@@ -152,10 +164,7 @@ def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
         if tail.lstrip().startswith(text) and token_id in _tokens(tokenizer, tail):
             return _Probe(lead, tail, token_id, text)
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            "the tokenizer has no EOS token and its chat template prints none after an answer, so nothing could "
-            "end a turn; set eos_token in tokenizer_config.json"
-        )
+        raise UserError(_NO_EOS)
     return _Probe(lead, tail, tokenizer.eos_token_id, None)
 
 
@@ -232,12 +241,15 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
     return _Encoded(text, ids, [False] * len(ids))
 
 
-def _encode_answered(tokenizer, messages) -> _Encoded:
-    """A conversation whose last message is the assistant's, up to and including its turn end."""
+def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
+    """A conversation whose last message is the assistant's, up to and including its turn end.
+
+    `prompt` saves work: the encoding of all messages but the last, where the caller has it.
+    """
     probe = _probe(tokenizer)
     if len(messages) == 1:
         raise RowError("the conversation starts with the assistant: there is no prompt")
-    prompt = _encode_prompt(tokenizer, messages[:-1])
+    prompt = prompt or _encode_prompt(tokenizer, messages[:-1])
     full = _render(tokenizer, messages)
     if full.startswith(prompt.text):
         answer = full[len(prompt.text) :]
@@ -248,6 +260,8 @@ def _encode_answered(tokenizer, messages) -> _Encoded:
         if marked[:start] != full[:start]:
             raise RowError("the chat template moves the answer about, so its start cannot be found")
         answer = full[start:]
+    if _squeezed(messages[-1]["content"]) not in _squeezed(full):
+        raise RowError("the chat template leaves out part of an answer", repr(messages[-1]["content"][:80]))
     if probe.end_text and probe.end_text in answer:
         answer = answer[: answer.rfind(probe.end_text) + len(probe.end_text)]
     elif probe.tail and answer.endswith(probe.tail):
@@ -264,12 +278,20 @@ def _encode_answered(tokenizer, messages) -> _Encoded:
     return encoded
 
 
-def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
-    """Ids the actor is shown: all turns and the generation prompt. Raises RowError (a UserError)."""
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _checked_prompt(messages) -> list[dict]:
     _check_messages(messages)
     if messages[-1]["role"] == "assistant":
         raise RowError("the prompt ends with an answer", repr(messages[-1]["content"][:80]))
-    return _encode_prompt(tokenizer, messages).ids
+    return list(messages)
+
+
+def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+    """Ids the actor is shown: all turns and the generation prompt. Raises RowError (a UserError)."""
+    return _encode_prompt(tokenizer, _checked_prompt(messages)).ids
 
 
 def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
@@ -290,15 +312,18 @@ def encode_pair(
     tokenizer, prompt: list[dict], chosen: list[dict], rejected: list[dict]
 ) -> tuple[list[int], list[int], list[int]]:
     """Ids of the prompt and of the two answers without it, each ending in its turn end. Raises RowError."""
-    prompt_ids = encode_prompt(tokenizer, prompt)
+    prompt = _checked_prompt(prompt)
+    before = _encode_prompt(tokenizer, prompt)
     answers = []
     for answer in (chosen, rejected):
         _check_messages(answer)
-        ids, _ = encode_conversation(tokenizer, list(prompt) + list(answer))
-        if ids[: len(prompt_ids)] != prompt_ids or len(ids) == len(prompt_ids):
+        if answer[-1]["role"] != "assistant":
+            raise RowError("an answer of a pair ends with another role", answer[-1]["role"])
+        ids = _encode_answered(tokenizer, prompt + list(answer), before if len(answer) == 1 else None).ids
+        if ids[: len(before.ids)] != before.ids:
             raise RowError("the chat template rewrites the prompt when an answer of several turns follows")
-        answers.append(ids[len(prompt_ids) :])
-    return prompt_ids, answers[0], answers[1]
+        answers.append(ids[len(before.ids) :])
+    return before.ids, answers[0], answers[1]
 
 
 def rewrites_history(tokenizer) -> bool:
@@ -315,7 +340,7 @@ def decode_answer(tokenizer, ids: list[int]) -> str:
     ids = list(ids)
     if probe.end_id in ids:
         ids = ids[: ids.index(probe.end_id)]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text.removeprefix(probe.lead)
 
 

@@ -73,9 +73,9 @@ def locate(data: str | Path, stage: str) -> DataFiles:
     eval_ = eval_ if eval_ is not None and eval_.is_file() else None
     for file in filter(None, (train, eval_)):
         _check_columns(file, stage)
-    root = train.parent.parent if (train.parent.parent / "manifest.json").is_file() else None
-    digest, notes = _fingerprint(root, [f for f in (train, eval_) if f])
-    return DataFiles(train, eval_, root, digest, notes)
+    manifest = _read_manifest(train.parent.parent)
+    digest, notes = _fingerprint(manifest, train.parent.parent, [f for f in (train, eval_) if f])
+    return DataFiles(train, eval_, train.parent.parent if manifest else None, digest, notes)
 
 
 def _nothing_for(path: Path, stage: str) -> str:
@@ -107,21 +107,31 @@ def _check_columns(file: Path, stage: str) -> None:
         )
 
 
-def _fingerprint(root: Path | None, files: list[Path]) -> tuple[str, tuple[str, ...]]:
+def _read_manifest(root: Path) -> dict | None:
+    path = root / "manifest.json"
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); prepare the data again") from error
+    ours = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) and "hash" in manifest
+    return manifest if ours else None  # many programs write a file of this name
+
+
+def _fingerprint(manifest: dict | None, root: Path, files: list[Path]) -> tuple[str, tuple[str, ...]]:
     """The manifest's hash while the files are as step 0 left them, else a hash of what they hold now."""
     actual = {file: hash_file(file) for file in files}
-    own = hashlib.sha256("".join(actual.values()).encode()).hexdigest()
-    if root is None:
-        return own, ()
-    try:
-        manifest = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
-        recorded, whole = manifest["files"], manifest["hash"]
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{root / 'manifest.json'} is damaged ({error!r:.80}); prepare the data again") from error
-    changed = [f for f in files if recorded.get(f.relative_to(root).as_posix()) != actual[f]]
-    if not changed:
-        return whole, ()
-    return own, tuple(f"{f} was changed since step 0 wrote it (its sha256 is not the manifest's)" for f in changed)
+    notes = []
+    for file in files if manifest else ():
+        recorded = manifest["files"].get(file.relative_to(root).as_posix())
+        if recorded is None:
+            notes.append(f"{file} is not in {root / 'manifest.json'}: step 0 did not write it")
+        elif recorded != actual[file]:
+            notes.append(f"{file} was changed since step 0 wrote it (its sha256 is not the manifest's)")
+    if manifest and not notes:
+        return manifest["hash"], ()
+    return hashlib.sha256("".join(actual.values()).encode()).hexdigest(), tuple(notes)
 
 
 def read_rows(parquet: str | Path) -> list[dict]:
