@@ -144,7 +144,7 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True) ->
     count, total, squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
     variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
-    whitened = (torch.where(mask, x, 0) - mean) * torch.rsqrt(variance + _WHITEN_EPSILON)
+    whitened = (torch.where(mask, x, 0).double() - mean) * torch.rsqrt(variance + _WHITEN_EPSILON)
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask, whitened, 0).to(x.dtype)
