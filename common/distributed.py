@@ -1,0 +1,128 @@
+"""Processes: starting the group under any launcher, who am I, and the few reductions the stages need.
+
+Works alike under `python`, `torchrun` and `deepspeed`, on CPU (gloo) and GPU (NCCL). With one process every
+reduction is the identity and touches no network.
+"""
+
+import datetime
+import logging
+import os
+import random
+import socket
+import warnings
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches, and warns about what it did not find
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+import deepspeed  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+
+def start(timeout_minutes: float, seed: int) -> torch.device:
+    """Joins the process group, sets threads and seeds, and returns this process's device.
+
+    Args:
+        timeout_minutes: how long a collective may wait for the other ranks before the run ends.
+        seed: of every library's global generator (the same on all ranks, so that fresh weights agree).
+    """
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if "RANK" not in os.environ:  # plain `python`: a group of one
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    os.environ.setdefault("DEEPSPEED_TIMEOUT", str(max(1, round(timeout_minutes))))
+    # The shared-memory collectives of DeepSpeed's CPU back-end would be compiled at first use; gloo does without.
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, timeout=datetime.timedelta(minutes=timeout_minutes), verbose=False)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    return device
+
+
+def stop() -> None:
+    """Leaves the process group; without it about one CPU run in six aborts at exit."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def sum_over_ranks(values: dict[str, torch.Tensor | float], device: torch.device) -> dict[str, float]:
+    """Sums named scalars over all ranks, in float64, in one collective. Every rank passes the same names."""
+    names = sorted(values)
+    if not names:
+        return {}
+    vector = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=device).detach() for name in names])
+    return dict(zip(names, sum_tensor(vector).tolist(), strict=True))
+
+
+def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The element-wise sum of a tensor over all ranks."""
+    if world_size() > 1:
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def rank_rows(num_rows: int) -> range:
+    """The global row numbers this rank works on: dealt like cards, so that any number of rows fits any world."""
+    return range(rank(), num_rows, world_size())
+
+
+def gather_rows(tensor: torch.Tensor, num_rows: int, fill: float | int | bool = 0, left: bool = False) -> torch.Tensor:
+    """Joins the rows dealt by `rank_rows` into one tensor in global order, the same on every rank.
+
+    Args:
+        tensor: (rows of this rank, ...) ; a second dimension may differ between ranks.
+        num_rows: rows over all ranks.
+        fill: put where a rank's second dimension is the shorter one; on the left if `left`.
+    """
+    if world_size() == 1:
+        return tensor
+    world = world_size()
+    width = torch.tensor([tensor.shape[1] if tensor.dim() > 1 else 0], device=tensor.device)
+    dist.all_reduce(width, op=dist.ReduceOp.MAX)
+    most = -(-num_rows // world)
+    shape = (most, *([int(width)] if tensor.dim() > 1 else []), *tensor.shape[2:])
+    padded = torch.full(shape, fill, dtype=tensor.dtype, device=tensor.device)
+    if tensor.dim() == 1:
+        padded[: len(tensor)] = tensor
+    elif left:
+        padded[: len(tensor), shape[1] - tensor.shape[1] :] = tensor
+    else:
+        padded[: len(tensor), : tensor.shape[1]] = tensor
+    as_bytes = padded.to(torch.uint8) if padded.dtype == torch.bool else padded
+    parts = [torch.empty_like(as_bytes) for _ in range(world)]
+    dist.all_gather(parts, as_bytes.contiguous())
+    joined = torch.stack(parts, 1).flatten(0, 1)[:num_rows]  # row i of rank r is global row i * world + r
+    return joined.to(padded.dtype)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,239 @@
+"""DeepSpeed engines, trained and frozen, and the one optimizer step that every stage runs.
+
+The only file that builds engines. Whole-step normalisation lives here: a step is a list of micro-batches whose losses
+are already divided by the *global* count of what they average over, so the result depends neither on how the rows are
+cut into micro-batches nor on how many ranks share them.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import deepspeed  # noqa: I001  after common.distributed, which quiets it
+import torch
+from torch import nn
+
+from common import distributed, ds_config
+from common.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """AdamW and its schedule. `warmup_steps` below 1 is a share of the run; `max_grad_norm` 0 does not clip."""
+
+    learning_rate: float
+    lr_scheduler_type: str
+    min_lr_ratio: float
+    warmup_steps: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    max_grad_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """How a model is held: precision ("fp32", "bf16", "fp16"), ZeRO stage, offload, recomputation, a user's json."""
+
+    dtype: str
+    zero_stage: int
+    offload_optimizer: bool
+    offload_param: bool
+    gradient_checkpointing: bool
+    ds_config: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports: sums over all micro-batches and ranks, by name; the norm before clipping."""
+
+    sums: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+
+
+# A loss function returns this micro-batch's share of the step's loss and named sums to be added up over the step.
+LossFn = Callable[[object], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class TrainedModel:
+    """A wrapped model in a DeepSpeed engine with its optimizer and schedule.
+
+    Args:
+        load: called with `zero3=` a DeepSpeed configuration or None; returns the wrapped model (`LanguageModel` or
+            `ScalarModel`), sharded while loading in the first case.
+        total_steps: optimizer steps of the whole run, for the schedule.
+        hybrid_engine_tokens: switches DeepSpeed's hybrid engine on for that many tokens a row; 0 leaves it off.
+    """
+
+    def __init__(
+        self,
+        load: Callable[..., nn.Module],
+        optim: Optim,
+        engine: Engine,
+        total_steps: int,
+        device: torch.device,
+        hybrid_engine_tokens: int = 0,
+    ):
+        config = _config(engine, optim.max_grad_norm, hybrid_engine_tokens)
+        self.device, self.zero_stage, self.dtype = device, engine.zero_stage, engine.dtype
+        module = load(zero3=config if engine.zero_stage == 3 else None)
+        if engine.gradient_checkpointing:
+            # Non-reentrant: under ZeRO-3 the reentrant kind gathers every weight once more.
+            module.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trainable,
+            lr=optim.learning_rate,
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_epsilon,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, optim))
+        self.engine, self.optimizer, _, self.schedule = deepspeed.initialize(
+            model=module, optimizer=optimizer, lr_scheduler=schedule, config=config
+        )
+        self.module = self.engine.module
+        self.module.train()
+
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        """The wrapped model's forward; every rank calls it equally often, since ZeRO-3 gathers weights inside."""
+        return self.engine(*args, **kwargs)
+
+    def train_step(self, micro_batches: Iterable, loss_fn: LossFn, step: int) -> StepResult:
+        """Runs the micro-batches of one optimizer step, then the step.
+
+        Args:
+            micro_batches: equally many on every rank (pad with rows of weight zero).
+            loss_fn: returns (share, sums). The shares of all micro-batches on all ranks add up to the step's loss: each
+                term is a sum over this micro-batch divided by that term's count over the whole step.
+            step: named in the error when the loss is not finite.
+
+        Raises:
+            FloatingPointError: the loss is not finite; nothing was updated.
+        """
+        micro_batches = list(micro_batches)
+        world = distributed.world_size()
+        sums: dict[str, torch.Tensor] = {}
+        for index, micro_batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            self.engine.set_gradient_accumulation_boundary(last)
+            share, parts = loss_fn(micro_batch)
+            # DeepSpeed averages gradients over ranks; the shares are to be summed.
+            self.engine.backward(share * world, scale_wrt_gas=False)
+            for name, value in (parts | {"loss": share}).items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            if not last:
+                self.engine.step()
+        totals = distributed.sum_over_ranks(sums, self.device)
+        if not math.isfinite(totals["loss"]):
+            raise FloatingPointError(f"step {step}: the loss is {totals['loss']}; stopped before the update, weights are unchanged")
+        learning_rate = self.schedule.get_last_lr()[0]
+        norm = self._stage0_norm()
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm() if norm is None else norm
+        norm = float(norm) if norm is not None else math.nan
+        if not math.isfinite(norm) and self.dtype != "fp16":
+            raise FloatingPointError(f"step {step}: the gradient norm is {norm} though the loss is {totals['loss']}")
+        return StepResult(totals, norm, learning_rate)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it the model answers without gradients, in eval mode."""
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train()
+
+    def describe(self) -> str:
+        """Size, precision and sharding, for people."""
+        parameters = list(self.module.parameters())
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+        trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+        how = f"ZeRO-{self.zero_stage}, {distributed.world_size()} rank(s), {self.dtype}"
+        return f"{type(self.module.hf).__name__}: {sum(sizes):,} parameters, {trained:,} trained; {how}"
+
+    def state(self) -> dict[str, torch.Tensor] | None:
+        """The whole HF state on the main process's CPU, None on the others. A collective under ZeRO-3."""
+        if self.zero_stage == 3:
+            state = self.engine._zero3_consolidated_16bit_state_dict()
+        else:
+            state = self.module.state_dict() if distributed.is_main() else None
+        return state and {name.removeprefix("hf."): value.detach().cpu() for name, value in state.items()}
+
+    def _stage0_norm(self) -> float | None:
+        """At stage 0 DeepSpeed keeps no norm; gradients are whole and already averaged here."""
+        if self.zero_stage != 0 or self.dtype != "fp32":
+            return None
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+
+class FrozenModel:
+    """A wrapped model that only answers: whole on each rank, or sharded in a ZeRO-3 inference engine.
+
+    ZeRO 1 and 2 shard optimizer states and gradients, which a frozen model has none of: they mean 0 here.
+    """
+
+    def __init__(self, load: Callable[..., nn.Module], dtype: str, zero_stage: int, offload_param: bool, device: torch.device):
+        if zero_stage == 3:
+            config = ds_config.build(zero_stage=3, dtype=dtype, offload_param=offload_param)
+            self.module = load(zero3=config).requires_grad_(False)
+            self._call = deepspeed.initialize(model=self.module, config=config)[0]
+        else:
+            if offload_param:
+                raise UserError("--offload_frozen needs --frozen_zero_stage 3: only stage 3 shards the weights")
+            self.module = self._call = load(zero3=None).to(device).requires_grad_(False)
+        self.module.eval()
+
+    @torch.no_grad()
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        return self._call(*args, **kwargs)
+
+
+def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
+    """The learning rate of 0-based optimizer step `step`, as a share of the peak.
+
+    Linear warm-up that is above zero from the first step, then constant, linear or a half cosine down to `min_lr_ratio`.
+    """
+    warmup = optim.warmup_steps * total_steps if optim.warmup_steps < 1 else optim.warmup_steps
+    if step < warmup:
+        return (step + 1) / (math.ceil(warmup) + 1)
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    falling = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * falling[optim.lr_scheduler_type]
+
+
+def check(engine: Engine) -> None:
+    """Refuses combinations that cannot run, before any model is loaded.
+
+    Raises:
+        UserError: names the flags and the values.
+    """
+    _config(engine, 1.0, 0)
+
+
+def _config(engine: Engine, max_grad_norm: float, hybrid_engine_tokens: int) -> dict:
+    try:
+        config = ds_config.build(
+            zero_stage=engine.zero_stage,
+            dtype=engine.dtype,
+            max_grad_norm=max_grad_norm,
+            offload_optimizer=engine.offload_optimizer,
+            offload_param=engine.offload_param,
+            hybrid_engine_tokens=hybrid_engine_tokens,
+        )
+        if engine.ds_config:
+            config = ds_config.merge(config, json.loads(Path(engine.ds_config).read_text()))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"--ds_config {engine.ds_config}: {error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return config

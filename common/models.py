@@ -1,0 +1,325 @@
+"""Language models and scalar-head models: loading, the two forwards that train, saving as plain HF folders.
+
+Both wrappers compute position ids from the attention mask, always, so a row's numbers depend on neither its padding
+nor its neighbours. Legend: B batch, T padded length, V vocabulary, K positions kept.
+"""
+
+import contextlib
+import logging
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.errors import UserError
+from common.tensor_ops import position_ids_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LanguageModel(nn.Module):
+    """A HF causal language model behind the forward that scoring and training share."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
+        """Logits (B, K, V) of the last `keep` positions, or of all T when `keep` is 0.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, T), True or 1 on real tokens; padding may be on either side.
+        """
+        return self.hf(
+            input_ids=input_ids,
+            attention_mask=attention_mask.long(),
+            position_ids=position_ids_of(attention_mask),
+            logits_to_keep=keep,
+            use_cache=False,
+        ).logits
+
+
+class ScalarModel(nn.Module):
+    """A HF sequence-classification model with one label, read at every token: reward model and critic."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """One value per token, (B, T) in fp32; the value at t has seen the tokens up to and including t."""
+        hidden = self.hf.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask.long(),
+            position_ids=position_ids_of(attention_mask),
+            use_cache=False,
+        ).last_hidden_state
+        return self.hf.score(hidden).squeeze(-1).float()
+
+    @torch.no_grad()
+    def score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """The value at the last real token of each row, (B,): what plain transformers calls the logits."""
+        return at_last_token(self(input_ids, attention_mask), attention_mask)
+
+
+def at_last_token(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Picks (B,) out of (B, T) at the last True of the mask: by length, never by comparing ids with the pad token."""
+    positions = torch.arange(values.shape[1], device=values.device)
+    last = torch.where(attention_mask.bool(), positions, 0).amax(1)
+    return values.gather(1, last[:, None]).squeeze(1)
+
+
+def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
+    """Resolves `--dtype auto` and says why: ("fp32" | "bf16" | "fp16", reason).
+
+    Raises:
+        UserError: a precision this device cannot train in.
+    """
+    if name == "auto":
+        if device.type == "cpu":
+            return "fp32", "fp32: on a CPU it is both exact and the fastest"
+        if torch.cuda.is_bf16_supported():
+            return "bf16", "bf16: this GPU has it, and unlike fp16 it needs no loss scaling"
+        return "fp16", "fp16: this GPU has no bf16; losses are scaled dynamically"
+    if name == "fp16" and device.type == "cpu":
+        raise UserError("--dtype fp16 does not train on a CPU (DeepSpeed refuses it); use --dtype fp32 or bf16")
+    return name, f"{name}: as asked"
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False):
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    _quiet_transformers()
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(f"no tokenizer could be loaded from {path}: {_first_line(error)}") from error
+
+
+def load_causal_lm(
+    path: str | Path,
+    dtype: str = "fp32",
+    *,
+    device: torch.device | str = "cpu",
+    zero3: dict | None = None,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+):
+    """A plain HF causal language model with dropout off, in eval mode.
+
+    Args:
+        dtype: "fp32", "bf16" or "fp16".
+        zero3: a DeepSpeed configuration of stage 3: each weight is then sharded as it is read (`zero.Init`), and the
+            model must go into an engine of that configuration.
+
+    Raises:
+        UserError: not a causal language model, or weights are missing from the folder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, info = _from_pretrained(AutoModelForCausalLM, path, dtype, zero3, attn_implementation, trust_remote_code)
+    if info["missing_keys"]:
+        raise UserError(f"{path} lacks weights of a causal language model: {_few(info['missing_keys'])}; is it a reward model?")
+    return _ready(model, device, zero3)
+
+
+def load_scalar_model(
+    path: str | Path,
+    dtype: str = "fp32",
+    *,
+    device: torch.device | str = "cpu",
+    zero3: dict | None = None,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    fresh_head_std: float | None = None,
+    seed: int = 0,
+) -> tuple[ScalarModel, bool]:
+    """A sequence classifier with one label, and whether its head is fresh.
+
+    Args:
+        fresh_head_std: what to draw the head's weights with when the folder holds a causal language model (0.0 for a head
+            of zeros); None: such a folder is refused, since a random head scores at random.
+
+    Raises:
+        UserError: no such model, missing weights, or more than one label.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model, info = _from_pretrained(
+        AutoModelForSequenceClassification, path, dtype, zero3, attn_implementation, trust_remote_code, num_labels=1
+    )
+    missing = set(info["missing_keys"])
+    fresh = "score.weight" in missing
+    if missing - {"score.weight"}:
+        raise UserError(f"{path} lacks weights: {_few(missing - {'score.weight'})}; the folder is not whole")
+    if fresh and fresh_head_std is None:
+        raise UserError(f"{path} has no trained scalar head; make one with `python step2_reward/train.py --model {path}`")
+    if fresh:
+        _draw_head(model.score.weight, fresh_head_std, seed)
+    return ScalarModel(_ready(model, device, zero3)), fresh
+
+
+def fresh_reward_head_std(hidden_size: int) -> float:
+    """1 / sqrt(H + 1), so that fresh scores have a spread of about 1 (Stiennon et al. 2020, lm-human-preferences)."""
+    return 1 / math.sqrt(hidden_size + 1)
+
+
+def hidden_size_of(path: str | Path, trust_remote_code: bool = False) -> int:
+    """The width of the last hidden state, read from the configuration alone."""
+    return read_config(path, trust_remote_code).get_text_config().hidden_size
+
+
+def read_config(path: str | Path, trust_remote_code: bool = False):
+    """The HF configuration of a model folder or hub name.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    _quiet_transformers()
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(f"no model configuration could be loaded from {path}: {_first_line(error)}") from error
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout rate of a module tree to zero, whether a Dropout module or a number kept by an attention layer."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout", "attn_dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def check_length(config, length: int, what: str) -> None:
+    """Refuses sequences longer than the model has positions for.
+
+    Raises:
+        UserError: names both numbers and the flags (`what`) that decide the length.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit and length > limit:
+        raise UserError(f"{what} ask for {length} tokens a sequence, the model has positions for {limit}; lower them")
+
+
+def set_special_tokens(hf: nn.Module, tokenizer, stop_ids: tuple[int, ...]) -> None:
+    """Makes tokenizer, configuration and generation configuration agree on pad and on what ends a response."""
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop_ids[0])
+    hf.config.pad_token_id = tokenizer.pad_token_id
+    hf.config.eos_token_id = stop_ids[0]
+    if getattr(hf, "generation_config", None) is not None:
+        hf.generation_config.pad_token_id = tokenizer.pad_token_id
+        hf.generation_config.eos_token_id = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
+
+
+def grow_embeddings(model: nn.Module, num_tokens: int) -> bool:
+    """Adds embedding rows when the tokenizer has more tokens than the model; spare rows are left as they are."""
+    if num_tokens <= model.get_input_embeddings().num_embeddings:
+        return False
+    model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    return True
+
+
+def save_pretrained(hf: nn.Module, folder: Path, state: dict[str, torch.Tensor], tokenizer) -> None:
+    """Writes a HF folder from a gathered state, then opens it and compares names and shapes.
+
+    Args:
+        hf: the model whose class, configuration and generation configuration are written; its own weights are not read.
+        state: full CPU tensors by name.
+    """
+    from safetensors import safe_open
+
+    hf.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+    shapes = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    tied = {name for name in state if name not in shapes}
+    for name, shape in shapes.items():
+        assert shape == tuple(state[name].shape) and math.prod(shape) > 0, f"{folder}: {name} was saved as {shape}"
+    for name in tied:
+        twin = any(state[name].shape == state[kept].shape and torch.equal(state[name], state[kept]) for kept in shapes)
+        assert twin, f"{folder}: {name} was not saved and no saved tensor equals it"
+
+
+def _from_pretrained(cls, path, dtype, zero3, attn_implementation, trust_remote_code, **kwargs):
+    _quiet_transformers()
+    config = read_config(path, trust_remote_code)
+    labels = (config.architectures or [""])[0].endswith("ForSequenceClassification") and config.num_labels
+    if "num_labels" in kwargs and labels and labels != 1:
+        raise UserError(f"{path} classifies into {labels} labels, wanted a reward model with 1 (num_labels)")
+    try:
+        with _sharded_init(zero3):
+            return cls.from_pretrained(
+                str(path),
+                dtype=DTYPES[dtype],
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **kwargs,
+            )
+    except Exception as error:
+        raise UserError(f"{path} could not be loaded as {cls.__name__.removeprefix('Auto')}: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _sharded_init(zero3: dict | None):
+    """Within it, `from_pretrained` builds under `zero.Init`; afterwards other models load whole again."""
+    if zero3 is None:
+        yield
+        return
+    from transformers.integrations import deepspeed as hf_deepspeed
+
+    keep_alive = hf_deepspeed.HfDeepSpeedConfig(zero3)
+    try:
+        yield
+    finally:
+        del keep_alive
+        hf_deepspeed.unset_hf_deepspeed_config()
+
+
+def _ready(model: nn.Module, device, zero3: dict | None) -> nn.Module:
+    disable_dropout(model)
+    model.eval()
+    return model if zero3 else model.to(device)
+
+
+@torch.no_grad()
+def _draw_head(weight: nn.Parameter, std: float, seed: int) -> None:
+    import deepspeed
+
+    sharded = hasattr(weight, "ds_id")
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0) if sharded else contextlib.nullcontext():
+        if weight.numel():
+            generator = torch.Generator().manual_seed(seed)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+
+def _quiet_transformers() -> None:
+    """Loading reports (fresh heads, unused heads) are checked and said by us, in one line, where they matter."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+
+
+def _few(names) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+

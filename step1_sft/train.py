@@ -1,0 +1,166 @@
+"""Step 1: supervised fine-tuning. Teaches a base model to answer, by showing it answers.
+
+Reads   data/sft (step 0) and a causal language model: a folder or a hub name.
+Writes  a HF causal-LM folder with tokenizer, chat template and stage.json; beside them metrics.jsonl, timings.jsonl.
+Run     python step1_sft/train.py --model data/base_model --data data --output_dir models/sft
+        deepspeed step1_sft/train.py ...      torchrun --nproc_per_node 8 step1_sft/train.py ...
+Left out: packing several conversations into one row, resuming inside a run.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli  # noqa: E402
+
+
+def parse_args(argv=None):
+    parser = cli.Parser(__doc__)
+    group = parser.add_argument_group("model and data")
+    group.add_argument("--model_name_or_path", "--model", required=True, metavar="DIR", help="base model: a folder or hub name")
+    group.add_argument("--max_length", type=cli.positive, default=1024, help="tokens of a conversation; what is longer is cut and counted")
+    cli.add_run_flags(parser, output_dir="models/sft")
+    cli.add_model_flags(parser)
+    group = parser.add_argument_group("batches")
+    group.add_argument("--per_device_train_batch_size", type=cli.positive, default=8, help="conversations in one forward of one rank")
+    group.add_argument("--gradient_accumulation_steps", type=cli.positive, default=1, help="forwards per optimizer step")
+    group.add_argument("--num_train_epochs", type=float, default=1.0, help="passes over the training rows")
+    group.add_argument("--max_steps", type=cli.natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
+    group.add_argument("--eval_steps", type=cli.natural, default=0, help="steps between evaluations; 0: only at the end")
+    cli.add_optim_flags(parser, learning_rate=1e-5)
+    cli.add_engine_flags(parser)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+
+    # 1. Look at what is given, before anything heavy is loaded or written.
+    from common import checkpoint, data
+
+    parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
+    files = data.locate_or_inherit(args.data, parent, "sft")
+
+    from common import chat_format, distributed, engine, metrics, models
+    from step1_sft.loss import sft_loss
+
+    device = distributed.start(args.timeout_minutes, args.seed)
+    dtype, why_dtype = models.choose_dtype(args.dtype, device)
+    engine_options = cli.pick(engine.Engine, args, dtype=dtype)
+    engine.check(engine_options)
+
+    # 2. Text to tokens: the loss is on the assistant's turns only, each turn's end included.
+    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+    config = models.read_config(args.model_name_or_path, args.trust_remote_code)
+    models.check_length(config, args.max_length, "--max_length")
+    template = chat_format.ensure_template(tokenizer, args.chat_template)
+    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size)
+    train, report = data.tokenise_sft(tokenizer, data.read_rows(files.train), args.max_length)
+    held_out, _ = data.tokenise_sft(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else ([], None)
+
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
+    total_steps = args.max_steps or data.num_steps(len(train), batch_size, args.num_train_epochs)
+    run = checkpoint.RunFolder(args.output_dir, main_process=distributed.is_main())
+    log = metrics.MetricsLogger(
+        run.path,
+        total_steps=total_steps,
+        report_to=args.report_to,
+        logging_steps=args.logging_steps,
+        main_process=distributed.is_main(),
+        title=args.run_name or "step 1 SFT",
+    )
+    for line in (f"writing to {run.path}", *files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"):
+        log.say(line)
+
+    # 3. The model in its engine.
+    def load(zero3):
+        hf = models.load_causal_lm(
+            args.model_name_or_path,
+            dtype,
+            device=device,
+            zero3=zero3,
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+        )
+        if models.grow_embeddings(hf, len(tokenizer)):
+            log.say(f"embeddings: grown to {len(tokenizer)} rows, one for each token")
+        stop_ids = chat_format.stop_ids(tokenizer, getattr(hf.generation_config, "eos_token_id", None))
+        models.set_special_tokens(hf, tokenizer, stop_ids)
+        return models.LanguageModel(hf)
+
+    model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
+    log.say(f"{model.describe()}; {len(train)} conversations, {batch_size} a step, {total_steps} steps")
+
+    def micro_batches(examples):
+        """This rank's share of a step; similar lengths together, so that little of it is padding."""
+        examples = sorted(examples, key=lambda example: len(example.ids))
+        dealt = data.rank_micro_batches(examples, distributed.rank(), distributed.world_size(), args.per_device_train_batch_size)
+        return [
+            {name: tensor.to(device) for name, tensor in data.collate_sft(micro, tokenizer.pad_token_id, examples[0]).items()}
+            for micro in dealt
+        ]
+
+    def losses(batch):
+        return sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+
+    def evaluate() -> dict[str, float]:
+        """The held-out loss per token."""
+        sums = {"loss": 0.0, "tokens": 0.0}
+        with model.evaluating():
+            for start in range(0, len(held_out), batch_size):
+                for batch in micro_batches(held_out[start : start + batch_size]):
+                    loss, stats = losses(batch)
+                    sums = {"loss": sums["loss"] + loss, "tokens": sums["tokens"] + stats["tokens"]}
+        sums = distributed.sum_over_ranks(sums, device)
+        return {"eval_loss": sums["loss"] / max(1, sums["tokens"])}
+
+    # 4. Train: every step averages over all its answer tokens, however they are cut into micro-batches and ranks.
+    tokens_seen, record = 0, {}
+    for step in range(total_steps):
+        clock = metrics.Stopwatch()
+        rows = data.step_rows(step, batch_size, len(train), args.seed, None if args.max_steps else args.num_train_epochs)
+        examples = [train[row] for row in rows]
+        count = sum(sum(example.mask[1:]) for example in examples)
+
+        def share(batch, count=count):
+            loss, stats = losses(batch)
+            return loss / count, stats
+
+        result = model.train_step(micro_batches(examples), share, step)
+        tokens_seen += sum(len(example.ids) for example in examples)
+        record = {
+            "loss": result.sums["loss"],
+            "mean_token_accuracy": result.sums["correct"] / count,
+            "entropy": result.sums["entropy"] / count,
+            "num_tokens": tokens_seen,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "epoch": min((step + 1) * batch_size / len(train), args.num_train_epochs if not args.max_steps else float("inf")),
+        }
+        last = step == total_steps - 1
+        if held_out and (last or (args.eval_steps and (step + 1) % args.eval_steps == 0)):
+            record |= evaluate()
+        log.log(step + 1, record, {"step": clock.seconds()})
+
+    # 5. A whole HF folder, and last of all stage.json.
+    state = model.state()
+    if distributed.is_main():
+        checkpoint.publish(
+            run.path,
+            "sft",
+            lambda folder: models.save_pretrained(model.module.hf, folder, state, tokenizer),
+            args=vars(args),
+            seed=args.seed,
+            parents={"model": args.model_name_or_path},
+            data=files.record(),
+            metrics=record,
+        )
+    log.say(f"done: {run.path}; next: python step2_reward/train.py --model {run.path} --output_dir models/reward")
+    log.close()
+    run.release()
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
