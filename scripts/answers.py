@@ -1,0 +1,163 @@
+"""Sample answers to prompts and judge them: what evaluation tools share.
+
+An answer is a dict: row (index of its prompt), prompt (messages), response (text), length (tokens, the stop token
+included), truncated (cut by length), prompt_ids and ids; scorers add to it. A scorer is called with a list of answers
+and gives one number, or None for "cannot say", for each.
+"""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+
+from common import chat_format, models, tensor_ops
+from common.data import pad_left, pad_right
+from common.errors import UserError
+from common.generation import SamplingParams, generate
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Answerer:
+    """A causal LM with its tokenizer: samples answers, and says how likely it finds given ones."""
+
+    def __init__(self, path, dtype: str, device, chat_template: str | None = None, **load_flags):
+        self.path, self.device = path, device
+        self.tokenizer = models.load_tokenizer(path, load_flags.get("trust_remote_code", False))
+        chat_format.ensure_template(self.tokenizer, chat_template)
+        self.hf = models.load_causal_lm(path, dtype, device=device, **load_flags)
+        self.stop_ids = chat_format.stop_ids(self.tokenizer, self.hf.generation_config.eos_token_id)
+
+    def sample(
+        self, prompts: list[list[dict]], rows: list[int], *, step: int, batch_size: int, **sampling
+    ) -> list[dict]:
+        """One answer to `prompts[row]` for each entry of `rows`.
+
+        The noise depends on (seed, step, position in `rows`) only, so every model draws with the same. `sampling` holds
+        max_new_tokens, temperature (0: greedy), top_p, top_k and seed.
+        """
+        pad = self.tokenizer.pad_token_id
+        params = SamplingParams(
+            **sampling | {"temperature": sampling["temperature"] or 1.0},
+            stop_ids=self.stop_ids,
+            pad_id=self.stop_ids[0] if pad is None else pad,
+            greedy=sampling["temperature"] == 0,
+        )
+        ids = {row: chat_format.encode_prompt(self.tokenizer, prompts[row]) for row in set(rows)}
+        rollout = generate(self.hf, [ids[row] for row in rows], params, step=step, batch_size=batch_size)
+        answers = []
+        for row, response, mask, cut in zip(rows, rollout.response, rollout.mask, rollout.truncated, strict=True):
+            sampled = response[mask].tolist()
+            text = sampled if cut else sampled[:-1]
+            answers.append(
+                {
+                    "row": row,
+                    "prompt": prompts[row],
+                    # the space after "Assistant:" is the template's
+                    "response": self.tokenizer.decode(text, skip_special_tokens=True).removeprefix(" "),
+                    "length": len(sampled),
+                    "truncated": bool(cut),
+                    "prompt_ids": ids[row],
+                    "ids": sampled,
+                }
+            )
+        return answers
+
+    @torch.no_grad()
+    def logprobs(self, answers: list[dict], temperature: float, batch_size: int) -> list[float]:
+        """The log-prob of each whole answer, the stop token included, by forward passes as in training."""
+        model, sums = models.LanguageModel(self.hf), []
+        for batch in batches(answers, batch_size):
+            query, query_mask = pad_left([answer["prompt_ids"] for answer in batch], 0)
+            response, mask = pad_right([answer["ids"] for answer in batch], 0)
+            ids, attention = torch.cat([query, response], 1), torch.cat([query_mask, mask], 1)
+            logits = model(ids.to(self.device), attention.to(self.device), keep=response.shape[1] + 1) / temperature
+            # of the kept positions, the first chose the first response token
+            each = tensor_ops.logprobs_of(tensor_ops.response_slice(logits, 1), response.to(self.device))
+            sums += tensor_ops.masked_sum(each.double().cpu(), mask.bool(), 1).tolist()
+        return sums
+
+
+class RewardModel:
+    """A reward folder as a scorer: of the very ids where it reads the prompt as the actor does, else of the text."""
+
+    def __init__(self, path, dtype: str, device, chat_template: str | None = None, batch_size: int = 64, **load_flags):
+        self.tokenizer = models.load_tokenizer(path, load_flags.get("trust_remote_code", False))
+        chat_format.ensure_template(self.tokenizer, chat_template)
+        self.model, _ = models.load_scalar_model(path, dtype, device=device, **load_flags)
+        self.batch_size, self.device = batch_size, device
+
+    def __call__(self, answers: list[dict]) -> list[float]:
+        scores = []
+        for batch in batches(answers, self.batch_size):
+            tokens, mask = pad_right([self._ids(answer) for answer in batch], 0)
+            scores += self.model.score(tokens.to(self.device), mask.to(self.device)).tolist()
+        return scores
+
+    def _ids(self, answer: dict) -> list[int]:
+        prompt = chat_format.encode_prompt(self.tokenizer, answer["prompt"])
+        if prompt == answer["prompt_ids"]:
+            return prompt + answer["ids"]
+        whole, _ = chat_format.encode_conversation(self.tokenizer, [*answer["prompt"], *messages_of(answer)])
+        return whole[:-1] if answer["truncated"] else whole  # a cut answer never said that its turn ends
+
+
+class FunctionJudge:
+    """A function of TRL's signature, `f(prompts, completions, **columns)`, as a scorer.
+
+    `columns` are the extra columns of the prompt's row, and `truncated`, as far as the function takes them.
+    """
+
+    def __init__(self, function, rows: list[dict]):
+        self.function, self.rows = function, rows
+        parameters = inspect.signature(function).parameters
+        names = {"truncated", *(name for row in rows for name in row)} - {"prompt"}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self.columns = sorted(names if takes_all else names & set(parameters))
+
+    def __call__(self, answers: list[dict]) -> list[float | None]:
+        columns = {
+            name: [a["truncated"] if name == "truncated" else self.rows[a["row"]].get(name) for a in answers]
+            for name in self.columns
+        }
+        prompts, completions = [a["prompt"] for a in answers], [messages_of(a) for a in answers]
+        scores = self.function(prompts=prompts, completions=completions, **columns)
+        if len(scores) != len(answers):
+            raise UserError(
+                f"the judge gave {len(scores)} scores for {len(answers)} answers; it has to give one for each"
+            )
+        return [None if score is None else float(score) for score in scores]
+
+
+def load_function(spec: str, flag: str):
+    """`FILE.py:FUNCTION` -> (the function, its module). A file that is not found is looked for in this repository too.
+
+    Raises:
+        UserError: no such file or function.
+    """
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        raise UserError(f"{flag} {spec}: neither a folder nor FILE.py:FUNCTION, such as step0_data/toy.py:gold")
+    path = next((path for path in (Path(file), ROOT / file) if path.is_file()), None)
+    if path is None:
+        raise UserError(f"{flag} {spec}: there is no file {file}")
+    # The prefix keeps a user's json.py from taking the place of Python's.
+    module_spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    module_spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{flag} {spec}: {file} has no function {name}")
+    return getattr(module, name), module
+
+
+def messages_of(answer: dict) -> list[dict]:
+    """The response as a conversation's next messages."""
+    return [{"role": "assistant", "content": answer["response"]}]
+
+
+def batches(items: list, size: int) -> list[list]:
+    """Consecutive pieces of `size`; the last may be shorter."""
+    return [items[i : i + size] for i in range(0, len(items), size)]

@@ -1,0 +1,229 @@
+"""The end of `run_all_tiny.sh`: one table, OUT/summary.json, and the lines to type next.
+
+    python scripts/tiny_summary.py --out out/tiny
+    python scripts/tiny_summary.py --write_reference out/tiny-1 out/tiny-2 out/tiny-3
+
+Reads   OUT/settings, OUT/logs/*.seconds, OUT/{sft,reward}/stage.json, OUT/evaluation.json and its samples, and
+        scripts/reference/tiny.json: summaries and curves of reference runs with other seeds
+Writes  OUT/summary.json (or, with --write_reference, the reference file)
+
+A figure's band is where 95 of 100 further seeds are expected: the prediction interval of a normal distribution,
+mean +- t * sd * sqrt(1 + 1/n), over the n reference runs. Three runs give a wide one, and that is honest.
+"""
+
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli
+from common.errors import UserError
+
+REFERENCE = Path(__file__).resolve().parent / "reference" / "tiny.json"
+STAGES = {
+    "data": "0 data, base model",
+    "sft": "1 SFT",
+    "reward": "2 reward model",
+    "rlhf": "3 PPO",
+    "evaluation": "evaluation",
+}
+# key in summary.json: (stage it belongs to, what it is)
+FIGURES = {
+    "sft_loss": ("sft", "loss on unseen prompts"),
+    "rm_accuracy": ("reward", "accuracy on unseen pairs"),
+    "kl": ("rlhf", "KL from SFT, nats an answer"),
+    "gold_sft": ("evaluation", "gold score, SFT"),
+    "gold_rlhf": ("evaluation", "gold score, PPO"),
+    "gold_best_of_16": ("evaluation", "gold score, SFT, best of 16"),
+    "on_topic_sft": ("evaluation", "on topic, SFT"),
+    "on_topic_rlhf": ("evaluation", "on topic, PPO"),
+    "distinct_responses": ("evaluation", "distinct answers, PPO"),
+    "eos_rate": ("evaluation", "ended by itself, PPO"),
+    "response_length_sft": ("evaluation", "tokens an answer, SFT"),
+    "response_length_rlhf": ("evaluation", "tokens an answer, PPO"),
+}
+SHARES = ("rm_accuracy", "on_topic_sft", "on_topic_rlhf", "distinct_responses", "eos_rate")
+# run folder: the columns of its metrics.jsonl kept as reference curves
+CURVES = {
+    "sft": ("loss",),
+    "reward": ("loss", "accuracy"),
+    "rlhf": ("objective/scores", "objective/kl", "objective/entropy"),
+}
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # n: t, n - 1 df
+
+
+def parse_args(argv=None):
+    parser = cli.Parser(description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="OUT", help="a finished run of run_all_tiny.sh")
+    parser.add_argument("--write_reference", nargs="+", type=Path, metavar="OUT", help="runs that make the reference")
+    parser.add_argument("--machine", default=None, help="with --write_reference: the words that describe the machine")
+    args = parser.parse_args(argv)
+    if (args.out is None) == (args.write_reference is None):
+        parser.error("wanted either --out or --write_reference")
+    return args
+
+
+def main(argv=None) -> None:
+    args = parse_args(argv)
+    if args.write_reference:
+        write_reference(args.write_reference, args.machine)
+        return
+    from common.checkpoint import atomic_write_text
+
+    summary = summarise(args.out)
+    atomic_write_text(args.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    shuffled = settings_of(args.out)["SHUFFLE_PREFERENCES"] != "0"
+    print_table(args.out, summary, {} if shuffled else bands())
+    if shuffled:
+        print("Negative control: preferences were shuffled. Accuracy belongs near 0.5, and gold should not rise.")
+    print_before_and_after(args.out)
+    print_next(args.out)
+
+
+# ---- figures
+
+
+def settings_of(out: Path) -> dict[str, str]:
+    return dict(word.split("=") for word in read(out / "settings").split())
+
+
+def summarise(out: Path) -> dict:
+    """The figures of one run, by the names of summary.json."""
+    sft, reward = (json.loads(read(out / stage / "stage.json"))["metrics"] for stage in ("sft", "reward"))
+    before, after = json.loads(read(out / "evaluation.json"))["models"]
+    return {
+        "seed": int(settings_of(out)["SEED"]),
+        "sft_loss": sft["eval_loss"],
+        "rm_accuracy": reward["eval_accuracy"],
+        "gold_sft": before["score"],
+        "gold_rlhf": after["score"],
+        "gold_best_of_16": before["best_of_16"],
+        "on_topic_sft": before["on_topic"],
+        "on_topic_rlhf": after["on_topic"],
+        "distinct_responses": after["distinct_responses"],
+        "eos_rate": after["eos_rate"],
+        "kl": after["kl"],
+        "response_length_sft": before["response_length"],
+        "response_length_rlhf": after["response_length"],
+        "seconds": round(sum(seconds_of(out, stage) for stage in STAGES), 1),
+    }
+
+
+def seconds_of(out: Path, stage: str) -> float:
+    return float(read(out / "logs" / f"{stage}.seconds"))
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; run: OUT={path.parent} bash scripts/run_all_tiny.sh") from error
+
+
+def bands() -> dict[str, tuple[float, float]]:
+    """Figure -> (low, high), from the committed reference runs; empty without them."""
+    if not REFERENCE.exists():
+        return {}
+    runs = json.loads(REFERENCE.read_text())["runs"]
+    n, found = len(runs), {}
+    for name in FIGURES:
+        values = [run[name] for run in runs]
+        centre, reach = statistics.mean(values), T_95[n] * statistics.stdev(values) * math.sqrt(1 + 1 / n)
+        low, high = centre - reach, centre + reach
+        if name in SHARES:
+            low, high = max(low, 0.0), min(high, 1.0)
+        found[name] = (low, high)
+    return found
+
+
+def write_reference(outs: list[Path], machine: str | None) -> None:
+    from common.checkpoint import atomic_write_text
+    from common.metrics import read_jsonl
+
+    if len(outs) not in T_95:
+        raise UserError(f"--write_reference wants {min(T_95)} to {max(T_95)} runs, got {len(outs)}")
+    runs = [summarise(out) for out in outs]
+    curves = {}
+    for folder, names in CURVES.items():
+        steps = [read_jsonl(out / folder / "metrics.jsonl") for out in outs]
+        curves[folder] = {
+            name: [[round(row[name], 4) for row in rows if row.get(name) is not None] for rows in steps]
+            for name in names
+        }
+    commit = json.loads(read(outs[0] / "sft" / "stage.json"))["git_commit"]
+    REFERENCE.parent.mkdir(exist_ok=True)
+    # one line a run and a curve: a diff then shows what moved
+    lines = [f' "command": "SEED=... bash scripts/run_all_tiny.sh", "machine": {json.dumps(machine)}']
+    lines += [f' "commit": {json.dumps(commit)}']
+    lines += [' "runs": [\n  ' + ",\n  ".join(map(json.dumps, runs)) + "\n ]"]
+    each = [f"{json.dumps(f'{f}: {name}')}: {json.dumps(c)}" for f, by in curves.items() for name, c in by.items()]
+    lines += [' "curves": {\n  ' + ",\n  ".join(each) + "\n }"]
+    atomic_write_text(REFERENCE, "{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"written: {REFERENCE}")
+
+
+# ---- the screen
+
+
+def print_table(out: Path, summary: dict, known: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{out}, seed {summary['seed']}", title_justify="left")
+    for name, justify in (("stage", "left"), ("seconds", "right"), ("figure", "left"), ("value", "right")):
+        table.add_column(name, justify=justify)
+    table.add_column("reference band", justify="right")
+    table.add_column("")
+    outside = 0
+    for stage, title in STAGES.items():
+        names = [name for name, (owner, _) in FIGURES.items() if owner == stage]
+        for row, name in enumerate(names or [None]):
+            cells = [title, f"{seconds_of(out, stage):.0f}"] if row == 0 else ["", ""]
+            if name:
+                cells += [FIGURES[name][1], f"{summary[name]:.3f}"]
+            if name in known:
+                low, high = known[name]
+                inside = low <= summary[name] <= high
+                outside += not inside
+                cells += [f"{low:.2f} .. {high:.2f}", "inside" if inside else "OUTSIDE"]
+            table.add_row(*cells)
+    table.add_section()
+    gain = summary["gold_rlhf"] - summary["gold_sft"]
+    table.add_row("all", f"{summary['seconds']:.0f}", "gold score, PPO minus SFT", f"{gain:.3f}")
+    console = Console()
+    Console(width=None if console.is_terminal else 110).print(table)
+    if not known:
+        return
+    verdict = f"{outside} of {len(known)} figures outside" if outside else f"all {len(known)} figures inside"
+    print(f"{verdict} the band that 95 of 100 seeds should reach, by {REFERENCE.name}'s runs.")
+
+
+def print_before_and_after(out: Path) -> None:
+    from common.metrics import printable, read_jsonl
+
+    samples = read_jsonl(out / "evaluation.samples.jsonl")
+    before, after = samples[0], samples[len(samples) // 2]  # the first answer of each model: same prompt, same noise
+    assert before["prompt"] == after["prompt"]
+    print(f"\nThe same prompt before and after: {printable(before['prompt'][-1]['content'])}")
+    for name, sample in (("SFT", before), ("PPO", after)):
+        print(f"  {name} (gold {sample['score']:+.2f}): {printable(sample['response'])}")
+
+
+def print_next(out: Path) -> None:
+    print(f"""
+Next, from {Path.cwd()}:
+  source .venv/bin/activate
+  python scripts/chat.py --model {out}/rlhf/actor          # talk to the result
+  tensorboard --logdir {out}                               # its curves
+and the same on your own data (json, jsonl or parquet), starting from any Hugging Face causal LM:
+  python step0_data/prepare.py --dataset MY_PREFERENCES.jsonl --output_dir data
+  python step1_sft/train.py --model MODEL --data data
+  python step2_reward/train.py --model models/sft
+  deepspeed step3_rlhf/train.py --actor models/sft --critic models/reward""")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
