@@ -120,6 +120,8 @@ def _marker_ids(tokenizer) -> dict[str, int]:
 
 
 def _render(tokenizer, messages: list[dict], generation_prompt: bool = False) -> str:
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template; name one with --chat_template")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
     except Exception as error:  # whatever a template may raise: TemplateError, TypeError on missing content, ...
@@ -150,8 +152,6 @@ def _probe(tokenizer) -> _Probe:
 @functools.lru_cache(maxsize=16)
 def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
     # The underscored arguments are only there so that a changed tokenizer is probed again.
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template; name one with --chat_template")
     question = [{"role": "user", "content": "Hi"}]
     prompt = _render(tokenizer, question, generation_prompt=True)
     full = _render(tokenizer, question + [{"role": "assistant", "content": _SENTINEL}])
@@ -190,6 +190,7 @@ class _Encoded:
     # Where the last turn end that only exists as an id was put in: text before it cannot serve as context.
     text_start: int = 0
     ids_start: int = 0
+    whole: bool = True  # False: the template leaves out part of the last answer (reasoning, say)
 
     def extended(self, tokenizer, text: str, trained: bool) -> _Encoded:
         new = _continuation(tokenizer, self.text[self.text_start :], self.ids[self.ids_start :], text)
@@ -233,7 +234,7 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     if last is not None:
         past = _encode_answered(tokenizer, messages[: last + 1])
-        if text.startswith(past.text):
+        if past.whole and text.startswith(past.text):
             return past.extended(tokenizer, text[len(past.text) :], trained=False)
         # The template rewrites answers once they are history (drops reasoning, say). What the actor would see
         # is the rewritten text, which no model should be trained to produce: context only.
@@ -260,8 +261,6 @@ def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _En
         if marked[:start] != full[:start]:
             raise RowError("the chat template moves the answer about, so its start cannot be found")
         answer = full[start:]
-    if _squeezed(messages[-1]["content"]) not in _squeezed(full):
-        raise RowError("the chat template leaves out part of an answer", repr(messages[-1]["content"][:80]))
     if probe.end_text and probe.end_text in answer:
         answer = answer[: answer.rfind(probe.end_text) + len(probe.end_text)]
     elif probe.tail and answer.endswith(probe.tail):
@@ -275,6 +274,15 @@ def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _En
     if answer_ids.count(probe.end_id) != 1:
         shown = tokenizer.convert_ids_to_tokens([probe.end_id])[0]
         raise RowError(f"an answer holds the text of the stop token {shown}", repr(messages[-1]["content"][:80]))
+    # Templates may trim or re-space an answer, but one that has lost words must not be trained as if it had not.
+    encoded.whole = _squeezed(messages[-1]["content"]) in _squeezed(full)
+    return encoded
+
+
+def _encode_trained(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
+    encoded = _encode_answered(tokenizer, messages, prompt)
+    if not encoded.whole:
+        raise RowError("the chat template leaves out part of an answer", repr(messages[-1]["content"][:80]))
     return encoded
 
 
@@ -304,7 +312,7 @@ def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], lis
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     if last is None:
         raise RowError("no assistant turn")
-    encoded = _encode_answered(tokenizer, list(messages[: last + 1]))
+    encoded = _encode_trained(tokenizer, list(messages[: last + 1]))
     return encoded.ids, encoded.mask
 
 
@@ -319,7 +327,7 @@ def encode_pair(
         _check_messages(answer)
         if answer[-1]["role"] != "assistant":
             raise RowError("an answer of a pair ends with another role", answer[-1]["role"])
-        ids = _encode_answered(tokenizer, prompt + list(answer), before if len(answer) == 1 else None).ids
+        ids = _encode_trained(tokenizer, prompt + list(answer), before if len(answer) == 1 else None).ids
         if ids[: len(before.ids)] != before.ids:
             raise RowError("the chat template rewrites the prompt when an answer of several turns follows")
         answers.append(ids[len(before.ids) :])
