@@ -358,7 +358,7 @@ def decode_answer(tokenizer, ids: list[int]) -> str:
 def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
     """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn nor the
     last user turn. Returns its ids and the messages that are left, or None when even those do not fit."""
-    messages = list(messages)
+    messages = _checked_prompt(messages)
     ids = encode_prompt(tokenizer, messages)
     while len(ids) > max_length:
         start = 1 if messages[0]["role"] == "system" else 0
