@@ -75,23 +75,44 @@ def main(argv=None) -> None:
                 turns.append({"role": "assistant", "content": answer})
 
 
+class Printer:
+    """What `generate` calls a streamer: prints text as it becomes certain, control bytes made visible, and keeps it.
+
+    transformers' own loses characters where the bytes of one are spread over several tokens.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.ids, self.text, self.seen_prompt = tokenizer, [], "", False
+
+    def put(self, ids) -> None:
+        if not self.seen_prompt:
+            self.seen_prompt = True
+            return
+        self.ids += ids.flatten().tolist()
+        text = self._decoded()
+        if not text.endswith("\ufffd"):  # that may be the beginning of a character
+            self._print(text)
+
+    def end(self) -> None:
+        self._print(self._decoded())
+
+    def _decoded(self) -> str:
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        return text.removeprefix(" ")  # the space after "Assistant:" is the template's
+
+    def _print(self, text: str) -> None:
+        from common.metrics import printable
+
+        print(printable(text[len(self.text) :]), end="", flush=True)
+        self.text = text
+
+
 def reply(model, tokenizer, opening: list[dict], turns: list[dict], args) -> str | None:
     """Prints an answer as it is sampled and returns it; None if the question alone is too long. Shortens `turns`."""
     import torch
-    from transformers import GenerationConfig, TextStreamer
+    from transformers import GenerationConfig
 
     from common import chat_format
-    from common.metrics import printable
-
-    class Printer(TextStreamer):
-        """Prints finished words, without the control bytes a model may have learned, and keeps them."""
-
-        text = ""
-
-        def on_finalized_text(self, text: str, stream_end: bool = False):
-            text = text if self.text else text.lstrip(" ")  # the space after "Assistant:" is the template's
-            self.text += text
-            print(printable(text), end="", flush=True)
 
     room = getattr(model.config, "max_position_embeddings", 1 << 30) - args.max_completion_length
     prompt = chat_format.encode_prompt(tokenizer, opening + turns)
@@ -118,12 +139,13 @@ def reply(model, tokenizer, opening: list[dict], turns: list[dict], args) -> str
         **sampling,
     )
     ids = torch.tensor([prompt], device=model.device)
-    printer = Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    printer = Printer(tokenizer)
     print("model: ", end="", flush=True)
     try:
         with torch.no_grad():
             whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=printer)
     except KeyboardInterrupt:
+        printer.end()
         print(" (stopped)")
         return printer.text
     print("" if int(whole[0, -1]) in stop_ids else f" (cut after {args.max_completion_length} tokens)")
