@@ -190,7 +190,7 @@ class _Encoded:
     # Where the last turn end that only exists as an id was put in: text before it cannot serve as context.
     text_start: int = 0
     ids_start: int = 0
-    whole: bool = True  # False: the template leaves out part of the last answer (reasoning, say)
+    trouble: tuple[str, str] | None = None  # why the last answer must not be trained: a RowError's reason, detail
 
     def extended(self, tokenizer, text: str, trained: bool) -> _Encoded:
         new = _continuation(tokenizer, self.text[self.text_start :], self.ids[self.ids_start :], text)
@@ -234,10 +234,10 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     if last is not None:
         past = _encode_answered(tokenizer, messages[: last + 1])
-        if past.whole and text.startswith(past.text):
+        if past.trouble is None and text.startswith(past.text):
             return past.extended(tokenizer, text[len(past.text) :], trained=False)
-        # The template rewrites answers once they are history (drops reasoning, say). What the actor would see
-        # is the rewritten text, which no model should be trained to produce: context only.
+        # The template rewrites answers once they are history (drops reasoning, say), or that answer is one that no
+        # model should be trained to give: the actor sees the text as the template prints it, as context only.
     ids = _tokens(tokenizer, text)
     return _Encoded(text, ids, [False] * len(ids))
 
@@ -271,18 +271,20 @@ def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _En
         answer_ids = answer_ids + [probe.end_id]
         ids = prompt.ids + answer_ids
         encoded = _Encoded(encoded.text, ids, prompt.mask + [True] * len(answer_ids), len(encoded.text), len(ids))
+    content = messages[-1]["content"]
     if answer_ids.count(probe.end_id) != 1:
         shown = tokenizer.convert_ids_to_tokens([probe.end_id])[0]
-        raise RowError(f"an answer holds the text of the stop token {shown}", repr(messages[-1]["content"][:80]))
-    # Templates may trim or re-space an answer, but one that has lost words must not be trained as if it had not.
-    encoded.whole = _squeezed(messages[-1]["content"]) in _squeezed(full)
+        encoded.trouble = (f"an answer holds the text of the stop token {shown}", repr(content[:80]))
+    elif _squeezed(content) not in _squeezed(full):
+        # Templates may trim or re-space an answer, but one that has lost words is not what the data says.
+        encoded.trouble = ("the chat template leaves out part of an answer", repr(content[:80]))
     return encoded
 
 
 def _encode_trained(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
     encoded = _encode_answered(tokenizer, messages, prompt)
-    if not encoded.whole:
-        raise RowError("the chat template leaves out part of an answer", repr(messages[-1]["content"][:80]))
+    if encoded.trouble:
+        raise RowError(*encoded.trouble)
     return encoded
 
 
@@ -305,8 +307,9 @@ def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
 def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
     """Ids up to the last answer's turn end, and a mask: True on answers, each with its one turn end.
 
-    Messages after the last answer are left out, as is what the template prints after its turn end. Where the
-    template rewrites earlier answers (see `rewrites_history`), only the last one is trained. Raises RowError.
+    Messages after the last answer are left out, as is what the template prints after its turn end. Earlier answers
+    that the template rewrites (see `rewrites_history`), or that hold the text of the stop token, are context only.
+    Raises RowError.
     """
     _check_messages(messages)
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
@@ -314,6 +317,17 @@ def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], lis
         raise RowError("no assistant turn")
     encoded = _encode_trained(tokenizer, list(messages[: last + 1]))
     return encoded.ids, encoded.mask
+
+
+def encode_scored(tokenizer, messages: list[dict], truncated: bool) -> list[int]:
+    """Ids of a conversation whose last answer was sampled, for a model that only scores it.
+
+    No text that a model may come up with is refused, not even a stop token's. A truncated answer gets no turn end:
+    it never said that its turn ends. Raises RowError where the template refuses the prompt.
+    """
+    _check_messages(messages)
+    ids = _encode_answered(tokenizer, list(messages)).ids
+    return ids[:-1] if truncated else ids
 
 
 def encode_pair(

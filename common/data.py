@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +46,10 @@ class DataFiles:
     hash: str
     notes: tuple[str, ...] = ()
 
+    def record(self) -> dict[str, str]:
+        """What `stage.json` keeps, so that later stages find the same data."""
+        return {"path": str((self.root or self.train).resolve()), "hash": self.hash}
+
 
 def locate(data: str | Path, stage: str) -> DataFiles:
     """Finds a stage's parquet files.
@@ -76,6 +80,31 @@ def locate(data: str | Path, stage: str) -> DataFiles:
     manifest = _read_manifest(train.parent.parent)
     digest, notes = _fingerprint(manifest, train.parent.parent, [f for f in (train, eval_) if f])
     return DataFiles(train, eval_, train.parent.parent if manifest else None, digest, notes)
+
+
+def locate_or_inherit(data: str | None, parent: dict | None, stage: str) -> DataFiles:
+    """`locate`, or without `--data` the folder that the parent model's `stage.json` records.
+
+    Args:
+        parent: the parent's stage record (`checkpoint.read_stage`), None for a foreign model.
+
+    Raises:
+        UserError: no `--data` and none recorded, or the recorded data has changed since.
+    """
+    if data is not None:
+        return locate(data, stage)
+    recorded = (parent or {}).get("data")
+    if not recorded:
+        raise UserError(
+            f"--data is missing and the parent model records none; make some with `{_PREPARE.format('tiny')}`"
+        )
+    files = locate(recorded["path"], stage)
+    if files.hash != recorded["hash"]:
+        raise UserError(
+            f"the data in {recorded['path']} has changed since the parent model was trained; "
+            f"to use it all the same, name it with --data"
+        )
+    return replace(files, notes=(*files.notes, f"data: {recorded['path']} (as the parent model was trained on)"))
 
 
 def _nothing_for(path: Path, stage: str) -> str:
@@ -171,7 +200,7 @@ class Report:
     kept: int = 0
     truncated: int = 0  # rows with an answer cut at the length limit; such an answer has no turn end
     shortened: int = 0  # prompts that lost their oldest turns
-    last_turn_only: int = 0  # conversations whose earlier answers the template rewrites, so they are not trained
+    partly_trained: int = 0  # conversations with earlier answers that are context only (see encode_conversation)
     set_aside: dict[str, int] = field(default_factory=dict)  # reason -> rows
     first: dict[str, str] = field(default_factory=dict)  # reason -> the first such row, in words
 
@@ -185,8 +214,8 @@ class Report:
             parts.append(f"{self.truncated} of them with an answer cut at the limit")
         if self.shortened:
             parts.append(f"{self.shortened} of them without their oldest turns")
-        if self.last_turn_only:
-            parts.append(f"{self.last_turn_only} of them trained on the last answer only (template rewrites history)")
+        if self.partly_trained:
+            parts.append(f"{self.partly_trained} of them with earlier answers not trained (template rewrites history)")
         parts += [f"{n} set aside: {reason} ({self.first[reason]})" for reason, n in self.set_aside.items()]
         return "; ".join(parts)
 
@@ -217,7 +246,7 @@ def tokenise_sft(tokenizer, rows: Iterable[dict], max_length: int) -> tuple[list
         length = len(cut) - cut[::-1].index(True)  # context after the last trained token would be computed for nothing
         examples.append(SFTExample(ids[:length], mask[:length]))
         report.truncated += len(ids) > max_length
-        report.last_turn_only += trained < answers
+        report.partly_trained += trained < answers
     report.kept = len(examples)
     report.require_rows()
     return examples, report

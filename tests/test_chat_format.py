@@ -310,7 +310,7 @@ def test_a_template_that_refuses_a_system_turn():
     (turns("Hi"), "no assistant turn"),
     (turns("Hi", "Yo")[1:], "the conversation starts with the assistant: there is no prompt"),
     (turns("Hi", "Yo</s>"), "an answer holds the text of the stop token </s>: 'Yo</s>'"),
-    (turns("Hi", "Y</s>o", "Hi", "Yo"), "an answer holds the text of the stop token </s>: 'Y</s>o'"),
+    (turns("Hi", "Y</s>o"), "an answer holds the text of the stop token </s>: 'Y</s>o'"),
     ([{"role": "robot", "content": "Hi"}, *turns("Hi", "Yo")],
      "the chat template refuses the conversation: unknown role robot (roles: robot user)"),
 ])  # fmt: skip
@@ -334,6 +334,26 @@ def test_prompts_and_pairs_that_are_refused():
     long = turns("", "Yo", "And?", "Oh")[1:]
     with pytest.raises(cf.RowError, match="rewrites the prompt"):
         cf.encode_pair(rewriting, turns("Hi"), long, long)
+
+
+def test_a_stop_token_written_out_in_an_earlier_answer_makes_that_answer_context():
+    tok = cached("characters", "human-assistant")
+    assert cf.encode_conversation(tok, turns("Hi", "Y</s>o", "Hm", "Ah")) == by_hand(
+        tok,
+        *("<s>", "\n\nHuman: Hi\n\nAssistant: Y", "</s>", "o", "</s>", "\n\nHuman: Hm\n\nAssistant:"),
+        *("+ Ah", "+</s>"),
+    )
+
+
+def test_sampled_answers_are_scored_whatever_they_say():
+    tok = cached("characters", "human-assistant")
+    prompt = ("<s>", "\n\nHuman: Hi\n\nAssistant:")
+    for text, tokens in (("Yo", (" Yo",)), ("Y</s>o", (" Y", "</s>", "o")), ("", ())):
+        whole = by_hand(tok, *prompt, *tokens, "</s>")[0]
+        assert cf.encode_scored(tok, turns("Hi", text), truncated=False) == whole
+        assert cf.encode_scored(tok, turns("Hi", text), truncated=True) == whole[:-1]
+    with pytest.raises(cf.RowError, match="not a list of messages"):
+        cf.encode_scored(tok, [], truncated=False)
 
 
 def test_messages_after_the_last_answer_are_left_out():
@@ -526,7 +546,7 @@ CASES = [(name, template) for name in BUILD for template in ("human-assistant", 
 
 @pytest.mark.parametrize("name, template", [*CASES, ("qwen_like", None)])
 @given(contents=st.lists(TEXTS, min_size=2, max_size=6), system=st.none() | TEXTS)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 def test_what_is_trained_begins_with_what_is_shown(name, template, contents, system):
     tok = cached(name, template)
     if len(contents) % 2:

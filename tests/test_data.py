@@ -202,7 +202,7 @@ def test_sft_rows_are_cut_counted_or_set_aside():
     )
 
 
-def test_conversations_trained_on_the_last_answer_only_are_counted():
+def test_conversations_with_earlier_answers_not_trained_are_counted():
     tok = small.characters()
     tok.chat_template = (  # prints the EOS after the last turn only
         "{% for m in messages %}{{ m['content'] }}{% if loop.last and m['role'] == 'assistant' %}{{ eos_token }}"
@@ -211,8 +211,8 @@ def test_conversations_trained_on_the_last_answer_only_are_counted():
     rows = [{"messages": user("a") + answer("b") + user("c") + answer("d")}, {"messages": user("a") + answer("b")}]
     examples, report = data.tokenise_sft(tok, rows, 100)
     assert examples[0].mask == [False] * 3 + [True] * 2
-    assert report.last_turn_only == 1 and "1 of them trained on the last answer only" in str(report)
-    assert data.tokenise_sft(tokenizer(), rows, 100)[1].last_turn_only == 0
+    assert report.partly_trained == 1 and "1 of them with earlier answers not trained" in str(report)
+    assert data.tokenise_sft(tokenizer(), rows, 100)[1].partly_trained == 0
 
 
 def test_pairs_are_cut_counted_or_set_aside():
