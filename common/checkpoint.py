@@ -59,7 +59,9 @@ class RunFolder:
                 self._lock.acquire(timeout=0)
             except filelock.Timeout:
                 who = owner.read_text() if owner.exists() else "another process"
-                raise UserError(f"{path} is being written by {who}; wait for it or choose another --output_dir") from None
+                raise UserError(
+                    f"{path} is being written by {who}; wait for it or choose another --output_dir"
+                ) from None
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
     def release(self) -> None:
@@ -139,7 +141,9 @@ def read_stage(folder: str | Path) -> dict | None:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid json ({error}); the folder is damaged, make it again") from error
     if record.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{path} has format version {record.get('format_version')}, this program reads {FORMAT_VERSION}")
+        raise UserError(
+            f"{path} has format version {record.get('format_version')}, this program reads {FORMAT_VERSION}"
+        )
     return record
 
 
@@ -169,7 +173,9 @@ def require_stage(folder: str | Path, flag: str, wanted: tuple[str, ...]) -> dic
     make = f"make it with `{_HOW_TO_MAKE[wanted[0]]}`"
     if not path.exists():
         # `name` or `owner/name` may be a hub id; anything deeper, or starting with a folder that exists, is a path.
-        is_hub_name = len(path.parts) <= 2 and not str(folder).startswith((".", "/")) and not Path(path.parts[0]).exists()
+        is_hub_name = (
+            len(path.parts) <= 2 and not str(folder).startswith((".", "/")) and not Path(path.parts[0]).exists()
+        )
         if is_hub_name and path.parts[0] not in ("models", "out", "data"):
             return None
         raise UserError(f"{flag} {folder}: no such folder; {make}")
@@ -183,7 +189,9 @@ def require_stage(folder: str | Path, flag: str, wanted: tuple[str, ...]) -> dic
         hint = f"did you mean {path / ('critic' if 'critic' in flag else 'actor')}?" if inner else make
         raise UserError(f"{flag} {folder}: no finished model there (neither {STAGE_FILE} nor config.json); {hint}")
     if record["stage"] not in wanted:
-        raise UserError(f"{flag} {folder} is of stage {record['stage']!r}, wanted {' or '.join(map(repr, wanted))}; {make}")
+        raise UserError(
+            f"{flag} {folder} is of stage {record['stage']!r}, wanted {' or '.join(map(repr, wanted))}; {make}"
+        )
     verify(path)
     return record
 
@@ -220,7 +228,11 @@ def _fsync(path: Path) -> None:
 def _parent_record(path: Path) -> dict:
     record = read_stage(path) if path.exists() else None
     sha256 = hash_file(path / STAGE_FILE) if record else None
-    return {"path": str(path.resolve()) if path.exists() else str(path), "stage": record and record["stage"], "sha256": sha256}
+    return {
+        "path": str(path.resolve()) if path.exists() else str(path),
+        "stage": record and record["stage"],
+        "sha256": sha256,
+    }
 
 
 def _git_commit() -> str | None:

@@ -67,7 +67,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None, aliases: dict[str, str] | None = None):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
         self.aliases = ALIASES | {name: ([target], QUIET) for name, target in (aliases or {}).items()}
-        self.add_argument("--config", metavar="FILE", help="yaml, json or a run's stage.json that sets any flag; the command line overrides")
+        self.add_argument(
+            "--config", metavar="FILE", help="yaml, json or stage.json that sets flags; the command line wins"
+        )
         # The DeepSpeed launcher passes it; LOCAL_RANK in the environment says the same.
         self.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
 
@@ -101,7 +103,13 @@ class Parser(argparse.ArgumentParser):
             if name == "--deepspeed" and name not in known:
                 # `--deepspeed file.json` is the HF Trainer's; alone it is DeepSpeed's own switch, and DeepSpeed is always on.
                 following = argv[position + 1] if position + 1 < len(argv) else "--"
-                out += ["--ds_config" + equals + value] if equals else [] if following.startswith("--") else ["--ds_config"]
+                out += (
+                    ["--ds_config" + equals + value]
+                    if equals
+                    else []
+                    if following.startswith("--")
+                    else ["--ds_config"]
+                )
                 continue
             target, remark = self.aliases.get(name, ([], QUIET))
             if name in known or not target or target[0] not in known:
@@ -219,6 +227,7 @@ def add_switch(group, name: str, default: bool, help: str) -> None:
     group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help)
 
 
+# fmt: off
 def add_run_flags(parser: Parser, output_dir: str) -> None:
     """Where the run reads and writes, its seed, and what it reports."""
     group = parser.add_argument_group("run")
@@ -262,3 +271,6 @@ def add_engine_flags(parser: Parser) -> None:
     add_switch(group, "--gradient_checkpointing", False, "recompute activations in the backward pass: less memory, a third more time")
     group.add_argument("--ds_config", default=None, metavar="FILE", help="DeepSpeed json merged over the one built from the flags")
     group.add_argument("--timeout_minutes", type=float, default=30, help="a collective that waits longer ends the run")
+
+
+# fmt: on

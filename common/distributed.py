@@ -31,7 +31,9 @@ def start(timeout_minutes: float, seed: int) -> torch.device:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if "RANK" not in os.environ:  # plain `python`: a group of one
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     os.environ.setdefault("DEEPSPEED_TIMEOUT", str(max(1, round(timeout_minutes))))
     # The shared-memory collectives of DeepSpeed's CPU back-end would be compiled at first use; gloo does without.

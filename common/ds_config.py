@@ -88,14 +88,26 @@ def merge(ours: dict, theirs: dict) -> dict:
     for path, flag in _DECIDED_BY_FLAGS.items():
         seen = _look_up(theirs, path)
         wanted = _look_up(ours, path)
-        if seen in (None, "auto") or isinstance(seen, dict) and all(v == "auto" for v in seen.get("params", seen).values()):
+        if (
+            seen in (None, "auto")
+            or isinstance(seen, dict)
+            and all(v == "auto" for v in seen.get("params", seen).values())
+        ):
             continue
         if path[-1] == "enabled" and not seen and not wanted:
             continue
-        if len(path) == 1 and path[0] in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler"):
-            raise ValueError(f"--ds_config sets {path[0]!r}, which is decided by {flag}; remove it or write \"auto\"")
+        if len(path) == 1 and path[0] in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "optimizer",
+            "scheduler",
+        ):
+            raise ValueError(f'--ds_config sets {path[0]!r}, which is decided by {flag}; remove it or write "auto"')
         if seen != wanted:
-            raise ValueError(f"--ds_config sets {'.'.join(path)} to {seen!r}, the flags say {wanted!r}; change {flag} or write \"auto\"")
+            raise ValueError(
+                f'--ds_config sets {".".join(path)} to {seen!r}, the flags say {wanted!r}; change {flag} or write "auto"'
+            )
     return _lay_over(ours, theirs)
 
 

@@ -132,7 +132,9 @@ class TrainedModel:
                 self.engine.step()
         totals = distributed.sum_over_ranks(sums, self.device)
         if not math.isfinite(totals["loss"]):
-            raise FloatingPointError(f"step {step}: the loss is {totals['loss']}; stopped before the update, weights are unchanged")
+            raise FloatingPointError(
+                f"step {step}: the loss is {totals['loss']}; stopped before the update, weights are unchanged"
+            )
         learning_rate = self.schedule.get_last_lr()[0]
         norm = self._stage0_norm()
         self.engine.step()
@@ -182,7 +184,9 @@ class FrozenModel:
     ZeRO 1 and 2 shard optimizer states and gradients, which a frozen model has none of: they mean 0 here.
     """
 
-    def __init__(self, load: Callable[..., nn.Module], dtype: str, zero_stage: int, offload_param: bool, device: torch.device):
+    def __init__(
+        self, load: Callable[..., nn.Module], dtype: str, zero_stage: int, offload_param: bool, device: torch.device
+    ):
         if zero_stage == 3:
             config = ds_config.build(zero_stage=3, dtype=dtype, offload_param=offload_param)
             self.module = load(zero3=config).requires_grad_(False)

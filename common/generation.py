@@ -249,7 +249,9 @@ def _decode(model, prompts: list, noise: torch.Tensor, params: SamplingParams):
         if num_stopped >= _COMPACT_SHARE * len(alive):
             keep = (~stopped).nonzero().squeeze(1)
             cache.batch_select_indices(keep)
-            alive, attention, position, tokens, stopped = (x[keep] for x in (alive, attention, position, tokens, stopped))
+            alive, attention, position, tokens, stopped = (
+                x[keep] for x in (alive, attention, position, tokens, stopped)
+            )
         logits = _forward(model, tokens[:, None], attention[:, : width + t + 1], position[:, None], cache)
         position = position + 1
     mask = torch.arange(t + 1, device=device) < lengths[:, None]
@@ -259,7 +261,12 @@ def _decode(model, prompts: list, noise: torch.Tensor, params: SamplingParams):
 def _forward(model, ids, attention_mask, position_ids, cache) -> torch.Tensor:
     """Logits of the last position, (B, V)."""
     output = model(
-        input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, use_cache=True, logits_to_keep=1
+        input_ids=ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        cache=cache,
+        use_cache=True,
+        logits_to_keep=1,
     )
     return output.logits[:, -1]
 

@@ -38,6 +38,18 @@ def hybrid_obstacle(model_class: str, device: torch.device) -> str | None:
     return None
 
 
+def choose_backend(requested: str, model_class: str, device: torch.device) -> tuple[str, str]:
+    """The back-end to build for, and why, for people."""
+    if requested == "native":
+        return "native", "native decode loop"
+    obstacle = hybrid_obstacle(model_class, device)
+    return (
+        ("native", f"native decode loop; {obstacle}")
+        if obstacle
+        else ("hybrid", "DeepSpeed's hybrid engine, to be checked")
+    )
+
+
 class RolloutEngine:
     """Generates with the current weights of a trained language model.
 
@@ -52,7 +64,9 @@ class RolloutEngine:
         self.trained, self.backend, self.batch_size, self.device = trained, backend, batch_size, device
         self._replica = _empty_copy(trained.module.hf, device) if trained.zero_stage == 3 else None
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, step: int, rows: Sequence[int]) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, step: int, rows: Sequence[int]
+    ) -> Rollout:
         """Samples one response for each of this rank's prompts; ranks may finish at different times.
 
         A rank without prompts takes part in the gathering and returns an empty rollout.
@@ -77,7 +91,9 @@ class RolloutEngine:
             for parameter in self._replica.parameters():
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
-    def check_parity(self, prompts: Sequence[Sequence[int]], params: SamplingParams, say: Callable[[str], None]) -> None:
+    def check_parity(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, say: Callable[[str], None]
+    ) -> None:
         """Keeps the hybrid engine only if its greedy tokens equal the native loop's; says what was found."""
         if self.backend != "hybrid":
             return
@@ -89,7 +105,9 @@ class RolloutEngine:
         try:
             seen = self._hybrid(prompts, greedy, 0, rows)
             width = min(expected.mask.shape[1], seen.mask.shape[1])
-            wrong = (expected.response[:, :width] != seen.response[:, :width]).any() or (expected.truncated != seen.truncated).any()
+            wrong = (expected.response[:, :width] != seen.response[:, :width]).any() or (
+                expected.truncated != seen.truncated
+            ).any()
             fault = "its greedy tokens differ from the native loop's" if wrong else None
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
             fault = f"it failed: {type(error).__name__}: {error}"

@@ -126,7 +126,9 @@ def load_causal_lm(
 
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype, zero3, attn_implementation, trust_remote_code)
     if info["missing_keys"]:
-        raise UserError(f"{path} lacks weights of a causal language model: {_few(info['missing_keys'])}; is it a reward model?")
+        raise UserError(
+            f"{path} lacks weights of a causal language model: {_few(info['missing_keys'])}; is it a reward model?"
+        )
     return _ready(model, device, zero3)
 
 
@@ -160,7 +162,9 @@ def load_scalar_model(
     if missing - {"score.weight"}:
         raise UserError(f"{path} lacks weights: {_few(missing - {'score.weight'})}; the folder is not whole")
     if fresh and fresh_head_std is None:
-        raise UserError(f"{path} has no trained scalar head; make one with `python step2_reward/train.py --model {path}`")
+        raise UserError(
+            f"{path} has no trained scalar head; make one with `python step2_reward/train.py --model {path}`"
+        )
     if fresh:
         _draw_head(model.score.weight, fresh_head_std, seed)
     return ScalarModel(_ready(model, device, zero3)), fresh
@@ -210,6 +214,17 @@ def check_length(config, length: int, what: str) -> None:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit and length > limit:
         raise UserError(f"{what} ask for {length} tokens a sequence, the model has positions for {limit}; lower them")
+
+
+def stop_ids_of(path: str | Path) -> list[int]:
+    """The stop tokens named by a model's generation configuration; none if it has no such file."""
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
+    except OSError:
+        return []
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def set_special_tokens(hf: nn.Module, tokenizer, stop_ids: tuple[int, ...]) -> None:
@@ -270,7 +285,9 @@ def _from_pretrained(cls, path, dtype, zero3, attn_implementation, trust_remote_
                 **kwargs,
             )
     except Exception as error:
-        raise UserError(f"{path} could not be loaded as {cls.__name__.removeprefix('Auto')}: {_first_line(error)}") from error
+        raise UserError(
+            f"{path} could not be loaded as {cls.__name__.removeprefix('Auto')}: {_first_line(error)}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -322,4 +339,3 @@ def _few(names) -> str:
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-

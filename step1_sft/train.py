@@ -16,6 +16,7 @@ from common import cli  # noqa: E402
 
 
 def parse_args(argv=None):
+    # fmt: off
     parser = cli.Parser(__doc__)
     group = parser.add_argument_group("model and data")
     group.add_argument("--model_name_or_path", "--model", required=True, metavar="DIR", help="base model: a folder or hub name")
@@ -30,6 +31,7 @@ def parse_args(argv=None):
     group.add_argument("--eval_steps", type=cli.natural, default=0, help="steps between evaluations; 0: only at the end")
     cli.add_optim_flags(parser, learning_rate=1e-5)
     cli.add_engine_flags(parser)
+    # fmt: on
     return parser.parse_args(argv)
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
     files = data.locate_or_inherit(args.data, parent, "sft")
 
-    from common import chat_format, distributed, engine, metrics, models
+    from common import chat_format, distributed, engine, metrics, models, supervised
     from step1_sft.loss import sft_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -57,10 +59,12 @@ def main() -> None:
     template = chat_format.ensure_template(tokenizer, args.chat_template)
     _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size)
     train, report = data.tokenise_sft(tokenizer, data.read_rows(files.train), args.max_length)
-    held_out, _ = data.tokenise_sft(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else ([], None)
+    held_out, _ = (
+        data.tokenise_sft(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else ([], None)
+    )
 
-    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
-    total_steps = args.max_steps or data.num_steps(len(train), batch_size, args.num_train_epochs)
+    batches = cli.pick(supervised.Batches, args)
+    total_steps = batches.steps(len(train))
     run = checkpoint.RunFolder(args.output_dir, main_process=distributed.is_main())
     log = metrics.MetricsLogger(
         run.path,
@@ -70,7 +74,13 @@ def main() -> None:
         main_process=distributed.is_main(),
         title=args.run_name or "step 1 SFT",
     )
-    for line in (f"writing to {run.path}", *files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"):
+    for line in (
+        f"writing to {run.path}",
+        *files.notes,
+        str(report),
+        f"template: {template}; {pad_note}",
+        f"precision {why_dtype}",
+    ):
         log.say(line)
 
     # 3. The model in its engine.
@@ -85,63 +95,25 @@ def main() -> None:
         )
         if models.grow_embeddings(hf, len(tokenizer)):
             log.say(f"embeddings: grown to {len(tokenizer)} rows, one for each token")
-        stop_ids = chat_format.stop_ids(tokenizer, getattr(hf.generation_config, "eos_token_id", None))
+        stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
         models.set_special_tokens(hf, tokenizer, stop_ids)
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
-    log.say(f"{model.describe()}; {len(train)} conversations, {batch_size} a step, {total_steps} steps")
+    log.say(f"{model.describe()}; {len(train)} conversations, {batches.size} a step, {total_steps} steps")
 
-    def micro_batches(examples):
-        """This rank's share of a step; similar lengths together, so that little of it is padding."""
-        examples = sorted(examples, key=lambda example: len(example.ids))
-        dealt = data.rank_micro_batches(examples, distributed.rank(), distributed.world_size(), args.per_device_train_batch_size)
-        return [
-            {name: tensor.to(device) for name, tensor in data.collate_sft(micro, tokenizer.pad_token_id, examples[0]).items()}
-            for micro in dealt
-        ]
-
-    def losses(batch):
-        return sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"])
-
-    def evaluate() -> dict[str, float]:
-        """The held-out loss per token."""
-        sums = {"loss": 0.0, "tokens": 0.0}
-        with model.evaluating():
-            for start in range(0, len(held_out), batch_size):
-                for batch in micro_batches(held_out[start : start + batch_size]):
-                    loss, stats = losses(batch)
-                    sums = {"loss": sums["loss"] + loss, "tokens": sums["tokens"] + stats["tokens"]}
-        sums = distributed.sum_over_ranks(sums, device)
-        return {"eval_loss": sums["loss"] / max(1, sums["tokens"])}
-
-    # 4. Train: every step averages over all its answer tokens, however they are cut into micro-batches and ranks.
-    tokens_seen, record = 0, {}
-    for step in range(total_steps):
-        clock = metrics.Stopwatch()
-        rows = data.step_rows(step, batch_size, len(train), args.seed, None if args.max_steps else args.num_train_epochs)
-        examples = [train[row] for row in rows]
-        count = sum(sum(example.mask[1:]) for example in examples)
-
-        def share(batch, count=count):
-            loss, stats = losses(batch)
-            return loss / count, stats
-
-        result = model.train_step(micro_batches(examples), share, step)
-        tokens_seen += sum(len(example.ids) for example in examples)
-        record = {
-            "loss": result.sums["loss"],
-            "mean_token_accuracy": result.sums["correct"] / count,
-            "entropy": result.sums["entropy"] / count,
-            "num_tokens": tokens_seen,
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
-            "epoch": min((step + 1) * batch_size / len(train), args.num_train_epochs if not args.max_steps else float("inf")),
-        }
-        last = step == total_steps - 1
-        if held_out and (last or (args.eval_steps and (step + 1) % args.eval_steps == 0)):
-            record |= evaluate()
-        log.log(step + 1, record, {"step": clock.seconds()})
+    # 4. Train: a step's loss is its mean over all answer tokens, however they are cut into micro-batches and ranks.
+    task = supervised.Task(
+        length=lambda example: len(example.ids),
+        collate=lambda examples, filler: data.collate_sft(examples, tokenizer.pad_token_id, filler),
+        loss=lambda batch: sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"]),
+        count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
+        figures=lambda sums, count: {
+            "mean_token_accuracy": sums["correct"] / count,
+            "entropy": sums["entropy"] / count,
+        },
+    )
+    record, _ = supervised.train(model, train, held_out, task, batches, log)
 
     # 5. A whole HF folder, and last of all stage.json.
     state = model.state()

@@ -1,0 +1,167 @@
+"""Step 2: the reward model. Learns from pairs which of two answers people prefer, as one score for an answer.
+
+Reads   data/preference (step 0) and the step-1 folder, or any causal LM or one-label classifier.
+Writes  a HF sequence-classification folder (num_labels=1) with reward_stats.json and stage.json; metrics.jsonl beside.
+Run     python step2_reward/train.py --model models/sft --output_dir models/reward
+        deepspeed step2_reward/train.py ...      torchrun --nproc_per_node 8 step2_reward/train.py ...
+Left out: several labels or rubrics at once, unpaired preferences.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli  # noqa: E402
+
+
+def parse_args(argv=None):
+    # fmt: off
+    parser = cli.Parser(__doc__)
+    group = parser.add_argument_group("model and data")
+    group.add_argument("--model_name_or_path", "--model", required=True, metavar="DIR", help="step-1 folder, or any HF model: folder or hub name")
+    group.add_argument("--max_length", type=cli.positive, default=1024, help="tokens of prompt + answer; a longer answer is cut and counted")
+    cli.add_run_flags(parser, output_dir="models/reward")
+    cli.add_model_flags(parser)
+    group = parser.add_argument_group("batches and loss")
+    group.add_argument("--per_device_train_batch_size", type=cli.positive, default=8, help="pairs in one forward of one rank")
+    group.add_argument("--gradient_accumulation_steps", type=cli.positive, default=1, help="forwards per optimizer step")
+    group.add_argument("--num_train_epochs", type=float, default=1.0, help="passes over the training pairs; more than 1 overfits soon")
+    group.add_argument("--max_steps", type=cli.natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
+    group.add_argument("--eval_steps", type=cli.natural, default=0, help="steps between evaluations; 0: only at the end")
+    group.add_argument("--center_rewards_coefficient", type=float, default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
+    cli.add_optim_flags(parser, learning_rate=1e-5, lr_scheduler_type="linear")
+    cli.add_engine_flags(parser)
+    # fmt: on
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+
+    # 1. Look at what is given, before anything heavy is loaded or written.
+    from common import checkpoint, data
+
+    parent = checkpoint.require_stage(
+        args.model_name_or_path, "--model", wanted=("sft", "base", "dpo", "rlhf-actor", "reward")
+    )
+    files = data.locate_or_inherit(args.data, parent, "preference")
+
+    from common import chat_format, distributed, engine, metrics, models, supervised
+    from step2_reward.loss import pairwise_loss
+
+    device = distributed.start(args.timeout_minutes, args.seed)
+    dtype, why_dtype = models.choose_dtype(args.dtype, device)
+    engine_options = cli.pick(engine.Engine, args, dtype=dtype)
+    engine.check(engine_options)
+
+    # 2. Text to tokens: prompt + answer + turn end, exactly what the actor will produce in step 3.
+    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+    config = models.read_config(args.model_name_or_path, args.trust_remote_code)
+    models.check_length(config, args.max_length, "--max_length")
+    template = chat_format.ensure_template(tokenizer, args.chat_template)
+    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size)
+    train, report = data.tokenise_pairs(tokenizer, data.read_rows(files.train), args.max_length)
+    held_out, _ = (
+        data.tokenise_pairs(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else (train, None)
+    )
+
+    batches = cli.pick(supervised.Batches, args)
+    total_steps = batches.steps(len(train))
+    run = checkpoint.RunFolder(args.output_dir, main_process=distributed.is_main())
+    log = metrics.MetricsLogger(
+        run.path,
+        total_steps=total_steps,
+        report_to=args.report_to,
+        logging_steps=args.logging_steps,
+        main_process=distributed.is_main(),
+        title=args.run_name or "step 2 reward model",
+    )
+    for line in (
+        f"writing to {run.path}",
+        *files.notes,
+        str(report),
+        f"template: {template}; {pad_note}",
+        f"precision {why_dtype}",
+    ):
+        log.say(line)
+    if not files.eval:
+        log.say("no preference/eval data: accuracy and reward statistics are of the training pairs")
+
+    # 3. The model in its engine: the language model with a scalar head in place of the vocabulary.
+    def load(zero3):
+        model, fresh = models.load_scalar_model(
+            args.model_name_or_path,
+            dtype,
+            device=device,
+            zero3=zero3,
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            fresh_head_std=models.fresh_reward_head_std(config.get_text_config().hidden_size),
+            seed=args.seed,
+        )
+        models.grow_embeddings(model.hf, len(tokenizer))
+        models.set_special_tokens(model.hf, tokenizer, chat_format.stop_ids(tokenizer))
+        log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
+        return model
+
+    model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
+    log.say(f"{model.describe()}; {len(train)} pairs, {batches.size} a step, {total_steps} steps")
+
+    # 4. Train: a step's loss is its mean over all pairs, however they are cut into micro-batches and ranks.
+    def loss(batch):
+        values = model(batch["input_ids"], batch["attention_mask"])
+        chosen, rejected = values.gather(1, batch["last"][:, None]).squeeze(1).chunk(2)
+        weight = batch["weight"]
+        total, sums = pairwise_loss(
+            chosen, rejected, batch["margin"], weight, center_coef=args.center_rewards_coefficient
+        )
+        squares = (weight * (chosen.detach().double() ** 2 + rejected.detach().double() ** 2)).sum()
+        return total, sums | {"squares": squares}
+
+    def figures(sums, count):
+        mean = (sums["chosen"] + sums["rejected"]) / (2 * count)
+        return {"accuracy": sums["accuracy"] / count, "margin": sums["margin"] / count, "mean_reward": mean}
+
+    task = supervised.Task(
+        length=lambda pair: len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)),
+        collate=lambda pairs, filler: data.collate_pairs(pairs, tokenizer.pad_token_id, filler),
+        loss=loss,
+        count=len,
+        figures=figures,
+    )
+    record, sums = supervised.train(model, train, held_out, task, batches, log)
+
+    # 5. A whole HF folder with its statistics, and last of all stage.json.
+    state = model.state()
+
+    mean = record["eval_mean_reward"]
+    variance = sums["squares"] / (2 * len(held_out)) - mean**2
+    stats = {"mean": mean, "std": max(0.0, variance) ** 0.5, "n": 2 * len(held_out), "data_hash": files.hash}
+
+    def write(folder: Path) -> None:
+        models.save_pretrained(model.module.hf, folder, state, tokenizer)
+        checkpoint.atomic_write_text(folder / "reward_stats.json", json.dumps(stats, indent=1) + "\n")
+
+    if distributed.is_main():
+        checkpoint.publish(
+            run.path,
+            "reward",
+            write,
+            args=vars(args),
+            seed=args.seed,
+            parents={"model": args.model_name_or_path},
+            data=files.record(),
+            metrics=record,
+        )
+    log.say(
+        f"done: {run.path}, held-out accuracy {record['eval_accuracy']:.3f}; next: python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {run.path}"
+    )
+    log.close()
+    run.release()
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

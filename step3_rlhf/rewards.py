@@ -1,0 +1,176 @@
+"""Where scores come from: reward models and plain Python functions, normalised, weighted and added up.
+
+Legend: B rows, Q padded prompt length, R padded response length.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from common import chat_format, data
+from common.engine import FrozenModel
+from common.errors import UserError
+from common.generation import Rollout
+from common.models import at_last_token
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Sampled responses of this rank, as tokens and as text.
+
+    rows: the prompts' data rows (`prompt` messages and any extra columns); texts: the responses, decoded.
+    num_forwards: micro-batches every rank runs through a model, equal everywhere; micro_size: rows in one.
+    """
+
+    rows: list[dict]
+    texts: list[str]
+    rollout: Rollout
+    micro_size: int
+    num_forwards: int
+
+
+class Source(Protocol):
+    """Scores whole responses: NaN means "no opinion" on that row."""
+
+    name: str
+
+    def __call__(self, answers: Answers) -> torch.Tensor: ...  # (B,) fp32
+
+
+class RewardModel:
+    """A sequence classifier that scores responses, with its own tokenizer if it differs from the actor's.
+
+    Args:
+        mean, std: of its scores on held-out preference data (`reward_stats.json`).
+        norm: "none", "center" (subtract the mean) or "standardize" (and divide by the spread).
+    """
+
+    def __init__(self, name: str, model: FrozenModel, tokenizer, actor_tokenizer, norm: str, mean: float, std: float):
+        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.same_tokens = same_tokenizer(tokenizer, actor_tokenizer)
+        self.shift = 0.0 if norm == "none" else mean
+        self.scale = max(std, 1e-6) if norm == "standardize" else 1.0
+
+    def __call__(self, answers: Answers) -> torch.Tensor:
+        rollout = answers.rollout
+        device = rollout.response.device
+        if self.same_tokens:
+            ids = torch.cat([rollout.query, rollout.response], 1)
+            mask = torch.cat([rollout.query_mask, rollout.mask], 1)
+        else:
+            ids, mask = (x.to(device) for x in self._retokenise(answers))
+        scores = torch.zeros(len(ids), device=device)
+        for number in range(answers.num_forwards):
+            some = slice(number * answers.micro_size, (number + 1) * answers.micro_size)
+            idle = some.start >= len(ids)  # nothing left here, but another rank's forward needs this one's shards
+            some = slice(0, 1) if idle else some
+            values = at_last_token(self.model(ids[some], mask[some]), mask[some])
+            if not idle:
+                scores[some] = values
+        return (scores - self.shift) / self.scale
+
+    def _retokenise(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same conversations in this model's tokens; an answer cut by length gets no turn end here either."""
+        rows = []
+        for row, text, cut in zip(answers.rows, answers.texts, answers.rollout.truncated.tolist(), strict=True):
+            ids, _ = chat_format.encode_conversation(
+                self.tokenizer, [*row["prompt"], {"role": "assistant", "content": text}]
+            )
+            rows.append(ids[:-1] if cut else ids)
+        return data.pad_right(rows, self.tokenizer.pad_token_id or 0)
+
+
+class RewardFunction:
+    """Any Python function with TRL's signature: f(prompts, completions, **columns) -> list[float | None].
+
+    Prompts and completions are message lists; `columns` are the data's further columns, and `truncated`.
+    """
+
+    def __init__(self, name: str, function: Callable):
+        self.name, self.function = name, function
+
+    def __call__(self, answers: Answers) -> torch.Tensor:
+        names = set().union(*(row.keys() for row in answers.rows)) - {"prompt"} if answers.rows else set()
+        columns = {name: [row.get(name) for row in answers.rows] for name in sorted(names)}
+        columns.setdefault("truncated", answers.rollout.truncated.tolist())
+        scores = self.function(
+            prompts=[row["prompt"] for row in answers.rows],
+            completions=[[{"role": "assistant", "content": text}] for text in answers.texts],
+            **columns,
+        )
+        if len(scores) != len(answers.rows):
+            raise UserError(f"reward {self.name} returned {len(scores)} scores for {len(answers.rows)} responses")
+        values = [math.nan if score is None else float(score) for score in scores]
+        return torch.tensor(values, dtype=torch.float32, device=answers.rollout.response.device)
+
+
+def fuse(scores: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """The weighted sum over sources, (B,); a source without an opinion (NaN) adds nothing.
+
+    Raises:
+        UserError: a row that no source scored, or an infinite score.
+    """
+    stacked = torch.stack(scores)
+    if stacked.isnan().all(0).any() or stacked.isinf().any():
+        row = int((stacked.isnan().all(0) | stacked.isinf().any(0)).nonzero()[0])
+        raise UserError(
+            f"response {row} of this rank was scored {[s[row].item() for s in scores]}: every response needs a finite score"
+        )
+    return (stacked.nan_to_num(0.0) * torch.tensor(weights, device=stacked.device)[:, None]).sum(0)
+
+
+def load_function(spec: str) -> RewardFunction:
+    """`file.py:function` as a reward source.
+
+    Raises:
+        UserError: no such file or function, or a function without TRL's signature.
+    """
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"--reward {spec}: no file {path}; wanted FILE.py:FUNCTION or a reward-model folder")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
+        raise UserError(f"--reward {spec}: {path} has no function {name}; it has {', '.join(found) or 'none'}")
+    parameters = inspect.signature(function).parameters
+    if not {"prompts", "completions"} <= parameters.keys():
+        raise UserError(
+            f"--reward {spec}: wanted {name}(prompts, completions, **columns), seen {name}({', '.join(parameters)})"
+        )
+    return RewardFunction(name, function)
+
+
+def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:
+    """Mean and spread of a reward model's scores; (0, 1) if they are not needed.
+
+    Raises:
+        UserError: needed and not there.
+    """
+    path = Path(folder) / "reward_stats.json"
+    if norm == "none":
+        return 0.0, 1.0
+    if not path.exists():
+        raise UserError(
+            f"{folder} has no reward_stats.json, which --score_norm {norm} needs; use --score_norm none or train it with step2_reward/train.py"
+        )
+    stats = json.loads(path.read_text())
+    return stats["mean"], stats["std"]
+
+
+def same_tokenizer(one, other) -> bool:
+    """Whether two tokenizers give the same ids to the same conversation, turn ends included."""
+    return (
+        one.get_vocab() == other.get_vocab()
+        and one.chat_template == other.chat_template
+        and chat_format.turn_end_id(one) == chat_format.turn_end_id(other)
+    )

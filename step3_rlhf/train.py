@@ -1,0 +1,316 @@
+"""Step 3: reinforcement learning from human feedback (PPO). The actor answers, the reward model scores, both learn.
+
+Reads   data/prompts (step 0); --actor: the step-1 folder; --critic: the step-2 folder, which also scores the responses
+        unless --reward names other sources (folders or FILE.py:FUNCTION); --ref: default, the actor's starting weights.
+Writes  actor/ and critic/ (HF folders with stage.json); beside them metrics.jsonl, timings.jsonl, samples.jsonl.
+Run     deepspeed step3_rlhf/train.py --actor models/sft --critic models/reward
+        python step3_rlhf/train.py ...      torchrun --nproc_per_node 8 step3_rlhf/train.py ...
+Left out: pipeline and expert parallelism, resuming inside a run.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli  # noqa: E402
+from common.errors import UserError  # noqa: E402
+
+
+def parse_args(argv=None):
+    # fmt: off
+    parser = cli.Parser(__doc__)
+    group = parser.add_argument_group("roles")
+    group.add_argument("--actor", required=True, metavar="DIR", help="the model to train: a step-1 folder or any HF causal LM")
+    group.add_argument("--critic", required=True, metavar="DIR", help="where the critic starts: a reward folder, an rlhf critic, or a causal LM (fresh head)")
+    group.add_argument("--ref", default=None, metavar="DIR", help="the model the KL is measured against; default: the actor's starting weights")
+    group.add_argument("--reward", action="append", default=None, metavar="SOURCE", help="reward folder or FILE.py:FUNCTION; may be repeated; default: --critic's folder")
+    group.add_argument("--reward_weights", nargs="+", type=float, default=None, help="one weight for each --reward; default: 1 each")
+    cli.add_run_flags(parser, output_dir="models/rlhf")
+    group.add_argument("--sample_steps", type=cli.natural, default=10, help="steps between printed samples; 0: none")
+    cli.add_model_flags(parser)
+
+    group = parser.add_argument_group("batches, counted in responses over all ranks")
+    group.add_argument("--rollout_batch_size", type=cli.positive, default=64, help="responses sampled per RL step")
+    group.add_argument("--num_generations", type=cli.positive, default=1, help="responses to each prompt; divides --rollout_batch_size")
+    group.add_argument("--minibatch_size", type=cli.positive, default=32, help="responses in one optimizer step; divides --rollout_batch_size")
+    group.add_argument("--per_device_train_batch_size", type=cli.positive, default=8, help="responses in one training forward of one rank")
+    group.add_argument("--rollout_forward_batch_size", type=cli.natural, default=0, help="responses decoded or scored at once on one rank; 0: all")
+    group.add_argument("--num_ppo_epochs", type=cli.positive, default=2, help="passes over each rollout batch")
+    group.add_argument("--num_train_epochs", type=float, default=1.0, help="passes over the prompts")
+    group.add_argument("--max_steps", type=cli.natural, default=0, help="RL steps; 0: as --num_train_epochs says")
+
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max_prompt_length", type=cli.positive, default=512, help="tokens; longer prompts lose their oldest turns, counted")
+    group.add_argument("--max_completion_length", type=cli.positive, default=256, help="tokens sampled at most, the stop token included")
+    group.add_argument("--temperature", type=float, default=1.0, help="logits are divided by it, in sampling and in training alike")
+    group.add_argument("--top_p", type=float, default=1.0, help="sample from the smallest set holding this probability; below 1 biases PPO's ratio")
+    group.add_argument("--top_k", type=cli.natural, default=0, help="sample from the k most likely tokens; 0: all")
+    group.add_argument("--rollout_backend", default="native", choices=["native", "hybrid"], help="hybrid: DeepSpeed's engine, if it passes its checks here")
+
+    group = parser.add_argument_group("reward")
+    group.add_argument("--score_norm", default="center", choices=["none", "center", "standardize"], help="of reward models, by their reward_stats.json")
+    group.add_argument("--score_clip", type=cli.optional_float, default=5.0, help="scores are limited to +- this; none: off")
+    group.add_argument("--missing_eos_penalty", type=cli.optional_float, default=1.0, help="subtracted from the score of a response cut by length; none: off")
+    group.add_argument("--length_penalty", type=cli.optional_float, default=None, help="subtracted per token; none: off")
+    group.add_argument("--kl_coef", type=float, default=0.05, help="weight of the KL toll on every token's reward")
+    group.add_argument("--kl_estimator", default="k1", choices=["k1", "k2", "k3"], help="of that toll; k1 is the unbiased classic")
+    group.add_argument("--kl_target", type=cli.optional_float, default=None, help="steer --kl_coef to this KL per response (nats); none: fixed")
+    group.add_argument("--kl_horizon", type=float, default=10000, help="responses over which the steering acts")
+    cli.add_switch(group, "--whiten_rewards", False, "scale token rewards to unit variance")
+
+    group = parser.add_argument_group("PPO")
+    group.add_argument("--gamma", type=float, default=1.0, help="discount per token")
+    group.add_argument("--lam", type=float, default=0.95, help="GAE's lambda: 1 Monte Carlo, 0 one-step")
+    cli.add_switch(group, "--whiten_advantages", True, "mean 0 and variance 1 over the rollout batch")
+    group.add_argument("--cliprange", type=float, default=0.2, help="the ratio's clip range, below and above 1")
+    group.add_argument("--cliprange_high", type=cli.optional_float, default=None, help="another range above 1 (clip-higher); none: the same")
+    group.add_argument("--dual_clip", type=cli.optional_float, default=None, help="bound of ratio x |A| where A < 0, above 1; none: off")
+    group.add_argument("--cliprange_value", type=cli.optional_float, default=0.2, help="how far a value may move from the old one; none: off")
+    group.add_argument("--entropy_coef", type=float, default=0.0, help="weight of the entropy bonus")
+    group.add_argument("--kl_loss_coef", type=float, default=0.0, help="weight of KL(policy || ref) in the loss itself")
+    group.add_argument("--kl_loss_estimator", default="k2", choices=["k1", "k2", "k3"], help="of that term; k2 has the right gradient")
+    group.add_argument("--critic_warmup_steps", type=cli.natural, default=0, help="first RL steps in which only the critic learns")
+
+    cli.add_optim_flags(parser, learning_rate=1e-6, lr_scheduler_type="linear")
+    group.add_argument("--critic_learning_rate", type=float, default=5e-6, help="peak learning rate of the critic")
+    cli.add_engine_flags(parser)
+    group = parser.add_argument_group("engines of the other roles")
+    group.add_argument("--critic_zero_stage", type=int, default=None, choices=[0, 1, 2, 3], help="default: --zero_stage")
+    group.add_argument("--frozen_zero_stage", type=int, default=0, choices=[0, 1, 2, 3], help="of reference and reward models; only 3 shards anything")
+    group.add_argument("--offload_frozen", action="store_true", help="reference and reward weights in host memory (needs --frozen_zero_stage 3)")
+    # fmt: on
+    args = parser.parse_args(argv)
+    check(args)
+    return args
+
+
+def check(args) -> None:
+    """Flags against each other, before any model is loaded."""
+    if args.rollout_batch_size % args.num_generations:
+        raise UserError(
+            f"--rollout_batch_size {args.rollout_batch_size} is not a multiple of --num_generations {args.num_generations}"
+        )
+    if args.rollout_batch_size % args.minibatch_size:
+        raise UserError(
+            f"--rollout_batch_size {args.rollout_batch_size} is not a multiple of --minibatch_size {args.minibatch_size}"
+        )
+    for name, low, high in (("temperature", 1e-6, 100), ("top_p", 1e-6, 1), ("gamma", 0, 1), ("lam", 0, 1)):
+        if not low <= getattr(args, name) <= high:
+            raise UserError(f"--{name} is {getattr(args, name)}, wanted a number between {low:g} and {high:g}")
+    if args.dual_clip is not None and args.dual_clip <= 1:
+        raise UserError(f"--dual_clip is {args.dual_clip}, wanted a number above 1 or none")
+    if args.kl_target is not None and args.kl_target <= 0:
+        raise UserError(f"--kl_target is {args.kl_target}, wanted a number above 0 or none")
+    if args.kl_target is not None and args.kl_coef == 0:
+        raise UserError("--kl_target steers --kl_coef by factors, so --kl_coef 0 would stay 0; start it above 0")
+    rewards = args.reward or [args.critic]
+    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
+        raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for {len(rewards)} reward sources")
+
+
+def main() -> None:
+    args = parse_args()
+
+    # 1. Look at what is given, before anything heavy is loaded or written.
+    from common import checkpoint, data
+
+    actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
+    critic_stages = ("reward", "rlhf-critic", "sft", "base") if args.reward else ("reward",)
+    checkpoint.require_stage(args.critic, "--critic", wanted=critic_stages)
+    if args.ref:
+        checkpoint.require_stage(args.ref, "--ref", wanted=("sft", "dpo", "rlhf-actor", "base"))
+    reward_specs = args.reward or [args.critic]
+    for spec in reward_specs:
+        if ".py:" not in spec:
+            checkpoint.require_stage(spec, "--reward", wanted=("reward",))
+    files = data.locate_or_inherit(args.data, actor_stage, "prompts")
+
+    from common import chat_format, distributed, engine, generation, hybrid_engine, metrics, models
+    from step3_rlhf import rewards
+    from step3_rlhf.ppo_trainer import PPO, PPOTrainer
+
+    device = distributed.start(args.timeout_minutes, args.seed)
+    if args.rollout_batch_size < distributed.world_size():
+        raise UserError(
+            f"--rollout_batch_size {args.rollout_batch_size} is less than the {distributed.world_size()} ranks; every rank needs a response"
+        )
+    dtype, why_dtype = models.choose_dtype(args.dtype, device)
+    actor_engine = cli.pick(engine.Engine, args, dtype=dtype)
+    critic_zero_stage = args.zero_stage if args.critic_zero_stage is None else args.critic_zero_stage
+    critic_engine = cli.pick(engine.Engine, args, dtype=dtype, zero_stage=critic_zero_stage)
+    engine.check(actor_engine)
+    engine.check(critic_engine)
+
+    # 2. Prompts to tokens: exactly what the actor is shown.
+    tokenizer = models.load_tokenizer(args.actor, args.trust_remote_code)
+    config = models.read_config(args.actor, args.trust_remote_code)
+    models.check_length(
+        config, args.max_prompt_length + args.max_completion_length, "--max_prompt_length and --max_completion_length"
+    )
+    template = chat_format.ensure_template(tokenizer, args.chat_template)
+    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.actor))
+    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
+    prompts, report = data.tokenise_prompts(tokenizer, data.read_rows(files.train), args.max_prompt_length)
+    functions = {spec: rewards.load_function(spec) for spec in reward_specs if ".py:" in spec}
+    stats = {spec: rewards.read_stats(spec, args.score_norm) for spec in reward_specs if spec not in functions}
+
+    prompts_per_step = args.rollout_batch_size // args.num_generations
+    epochs = None if args.max_steps else args.num_train_epochs
+    total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
+    optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
+    run = checkpoint.RunFolder(args.output_dir, finished=("actor/stage.json",), main_process=distributed.is_main())
+    log = metrics.MetricsLogger(
+        run.path,
+        total_steps=total_steps,
+        report_to=args.report_to,
+        logging_steps=args.logging_steps,
+        main_process=distributed.is_main(),
+        title=args.run_name or "step 3 RLHF",
+    )
+    for line in (
+        f"writing to {run.path}",
+        *files.notes,
+        str(report),
+        f"template: {template}; {pad_note}",
+        f"precision {why_dtype}",
+    ):
+        log.say(line)
+    if args.top_p < 1 or args.top_k:
+        log.say(
+            "warning: with --top_p below 1 or --top_k the sampler is not the policy that is trained; the ratio is biased"
+        )
+
+    # 3. The four roles, each in its engine.
+    loading = {
+        "device": device,
+        "attn_implementation": args.attn_implementation,
+        "trust_remote_code": args.trust_remote_code,
+    }
+
+    def language_model(path):
+        def load(zero3):
+            hf = models.load_causal_lm(path, dtype, zero3=zero3, **loading)
+            models.grow_embeddings(hf, len(tokenizer))
+            models.set_special_tokens(hf, tokenizer, stop_ids)
+            return models.LanguageModel(hf)
+
+        return load
+
+    def scalar_model(path, fresh_head_std=None):
+        def load(zero3):
+            model, fresh = models.load_scalar_model(
+                path, dtype, zero3=zero3, fresh_head_std=fresh_head_std, seed=args.seed, **loading
+            )
+            if fresh:
+                log.say(f"critic: {path} is a language model; its value head starts at zero")
+            return model
+
+        return load
+
+    backend, why_backend = hybrid_engine.choose_backend(args.rollout_backend, (config.architectures or [""])[0], device)
+    log.say(f"rollouts: {why_backend}")
+    actor = engine.TrainedModel(
+        language_model(args.actor),
+        cli.pick(engine.Optim, args),
+        actor_engine,
+        optimizer_steps,
+        device,
+        hybrid_engine_tokens=args.max_prompt_length + args.max_completion_length if backend == "hybrid" else 0,
+    )
+    critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate)
+    critic = engine.TrainedModel(
+        scalar_model(args.critic, fresh_head_std=0.0), critic_optim, critic_engine, optimizer_steps, device
+    )
+
+    def frozen(load):
+        return engine.FrozenModel(load, dtype, args.frozen_zero_stage, args.offload_frozen, device)
+
+    needs_ref = args.kl_coef != 0 or args.kl_loss_coef != 0
+    ref = frozen(language_model(args.ref or args.actor)) if needs_ref else None
+    sources = []
+    for spec in reward_specs:
+        if spec in functions:
+            sources.append(functions[spec])
+            continue
+        reward_tokenizer = models.load_tokenizer(spec, args.trust_remote_code)
+        chat_format.ensure_template(reward_tokenizer, args.chat_template)
+        source = rewards.RewardModel(
+            Path(spec).name, frozen(scalar_model(spec)), reward_tokenizer, tokenizer, args.score_norm, *stats[spec]
+        )
+        sources.append(source)
+        log.say(
+            f"reward {spec}: {args.score_norm}, held-out mean {stats[spec][0]:.3f}"
+            + ("" if source.same_tokens else "; text is re-tokenised")
+        )
+    log.say(f"actor   {actor.describe()}")
+    log.say(f"critic  {critic.describe()}")
+    log.say(
+        f"{len(prompts)} prompts; {total_steps} RL steps of {args.rollout_batch_size} responses, {optimizer_steps} optimizer steps"
+    )
+
+    # 4. Train.
+    sampling = cli.pick(
+        generation.SamplingParams,
+        args,
+        max_new_tokens=args.max_completion_length,
+        stop_ids=stop_ids,
+        pad_id=tokenizer.pad_token_id,
+    )
+    sampler = hybrid_engine.RolloutEngine(actor, backend, args.rollout_forward_batch_size, device)
+    sampler.check_parity([prompt.ids for prompt in prompts], sampling, log.say)
+    trainer = PPOTrainer(
+        actor=actor,
+        critic=critic,
+        ref=ref,
+        sampler=sampler,
+        sources=sources,
+        weights=args.reward_weights or [1.0] * len(sources),
+        decode=lambda ids: chat_format.decode_answer(tokenizer, ids),
+        ppo=cli.pick(PPO, args),
+        sampling=sampling,
+        device=device,
+        say=log.say,
+        exact=dtype == "fp32",
+    )
+    record = {}
+    for step in range(1, total_steps + 1):
+        rows = data.step_rows(step - 1, prompts_per_step, len(prompts), args.seed, epochs)
+        record, seconds, samples = trainer.step(step, [prompts[row] for row in rows])
+        log.log(step, record, seconds)
+        if args.sample_steps and (step % args.sample_steps == 0 or step == total_steps):
+            log.samples(step, samples[:3])
+
+    # 5. Whole HF folders; the actor's stage.json comes last and marks the run as finished.
+    parents = {
+        "actor": args.actor,
+        "critic": args.critic,
+        **{f"reward{i}": spec for i, spec in enumerate(reward_specs)},
+    }
+    parents |= {"ref": args.ref} if args.ref else {}
+    for role, model, stage in (("critic", critic, "rlhf-critic"), ("actor", actor, "rlhf-actor")):
+        state = model.state()
+        if distributed.is_main():
+
+            def write(folder, model=model, state=state):
+                models.save_pretrained(model.module.hf, folder, state, tokenizer)
+
+            final = {name: metrics.number(value) for name, value in record.items()}
+            checkpoint.publish(
+                run.path / role,
+                stage,
+                write,
+                args=vars(args),
+                seed=args.seed,
+                parents=parents,
+                data=files.record(),
+                metrics=final,
+            )
+    log.say(f"done: {run.path}; next: python scripts/chat.py {run.path / 'actor'}")
+    log.close()
+    run.release()
+    distributed.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
