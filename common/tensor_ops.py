@@ -107,8 +107,8 @@ def last_true(mask: Tensor) -> Tensor:
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x where mask is True, over everything or over one dimension. x and mask (B, R) -> scalar or (B,).
 
-    Selected with `where`, not multiplied: 0 * NaN is NaN. Where x itself comes out of exp, log or a division, put the
-    masked positions to a harmless value before that operation, or its gradient there is NaN all the same.
+    Selected with `where`, not multiplied: 0 * NaN is NaN. The same product waits in the backward pass of whatever made
+    x (exp, a product, a square), so a loss also puts its fresh input through `where` before the first such operation.
     """
     kept = torch.where(mask, x, 0)
     return kept.sum() if dim is None else kept.sum(dim=dim)

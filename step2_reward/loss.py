@@ -28,11 +28,10 @@ def pairwise_loss(
     chosen - rejected, without the margin of the data; chosen, rejected: the scores.
     """
     counts = weight != 0
-    # zero before the sums, so that NaN in a filler row reaches no backward pass
-    chosen, rejected = upcast(torch.where(counts, chosen, 0)), upcast(torch.where(counts, rejected, 0))
-    weight = torch.where(counts, weight, 0)
+    # where() here keeps a filler's NaN out of the stats and, on the way back, 0 * NaN out of the gradient
+    chosen, rejected = torch.where(counts, upcast(chosen), 0), torch.where(counts, upcast(rejected), 0)
     difference = chosen - rejected
-    needed = difference if margin is None else difference - torch.where(counts, margin, 0)
+    needed = difference if margin is None else difference - margin
     losses = -torch.nn.functional.logsigmoid(needed)
     if center_coef:
         losses = losses + center_coef * (chosen + rejected).square()

@@ -52,8 +52,7 @@ def kl_loss(new_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimat
     So k2 is right, k3 close while d is small, k1 useless as a loss although it is the right one in the rewards. None
     corrects for tokens drawn from an older policy: after a rollout's first optimiser step all three are approximate.
     """
-    # masked positions are made equal before the estimate: NaN in padding must not reach the backward of exp
-    new_logprobs, ref_logprobs = torch.where(mask, new_logprobs, 0), torch.where(mask, ref_logprobs, 0)
+    new_logprobs = torch.where(mask, new_logprobs, 0)  # stops 0 * NaN on the way back, where exp makes it
     return masked_sum(kl_estimate(new_logprobs, ref_logprobs, estimator), mask)
 
 

@@ -38,9 +38,8 @@ def policy_loss(
     Stats: ratio, ratio_sq; clipfrac: tokens where the clipped term decided, which have no gradient; dual_clipfrac:
     tokens where dual_clip did; approxkl: (log ratio)^2 / 2, the k2 estimate of KL(old || new), as in TRL.
     """
-    new_logprobs, logprobs = torch.where(mask, new_logprobs, 0), torch.where(mask, logprobs, 0)
-    advantages = torch.where(mask, advantages, 0)
-    log_ratio = (upcast(new_logprobs) - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # where() here stops, on the way back, the 0 * NaN that junk outside the mask makes of the gradient
+    log_ratio = torch.where(mask, upcast(new_logprobs) - logprobs, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
@@ -74,8 +73,7 @@ def value_loss(
 
     Stats: error: (V - returns)^2, unclipped and without the 0.5; clipfrac: tokens where the clipped term decided.
     """
-    new_values = upcast(torch.where(mask, new_values, 0))
-    values, returns = torch.where(mask, values, 0), torch.where(mask, returns, 0)
+    new_values = torch.where(mask, upcast(new_values), 0)  # stops 0 * NaN on the way back, as in policy_loss
     error = (new_values - returns).square()
     losses, is_clipped = error, torch.zeros_like(mask)
     if cliprange_value is not None:

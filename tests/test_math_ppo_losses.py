@@ -110,6 +110,7 @@ def policy_by_loops(new_logprobs, logprobs, advantages, mask, low, high, dual):
 def test_policy_loss_matches_float64_loops(low, high, dual):
     batch = experience()
     wanted, wanted_stats = policy_by_loops(*(x.tolist() for x in batch), low, high, dual)
+    assert wanted_stats["clipfrac"] > 0 and (wanted_stats["dual_clipfrac"] > 0) == (dual is not None)
     for dtype in (torch.float64, torch.float32):
         inputs = [x.to(dtype) for x in batch[:3]]
         loss, stats = policy_loss(*inputs, batch[3], cliprange_low=low, cliprange_high=high, dual_clip=dual)
@@ -180,9 +181,10 @@ def test_value_loss_without_clipping_is_half_the_squared_error():
 
 @pytest.mark.parametrize("cliprange_value", [0.2, 1.0, None])
 def test_value_loss_matches_float64_loops(cliprange_value):
-    new_values, values, returns, mask = experience(1)
+    values, moved, missed = torch.randn(3, 12, 6, dtype=torch.float64)
+    new_values, returns, mask = values + 2 * moved, values + 2 * missed, torch.rand(12, 6) < 0.7
     loss = error = clipfrac = 0.0
-    for b in range(4):
+    for b in range(12):
         for t in range(6):
             if mask[b, t]:
                 v, old, r = new_values[b, t].item(), values[b, t].item(), returns[b, t].item()
@@ -190,6 +192,7 @@ def test_value_loss_matches_float64_loops(cliprange_value):
                 loss += 0.5 * max((v - r) ** 2, (near - r) ** 2)
                 error += (v - r) ** 2
                 clipfrac += (near - r) ** 2 > (v - r) ** 2
+    assert (clipfrac > 0) == (cliprange_value is not None)  # so the clip has something to decide
     for dtype in (torch.float64, torch.float32):
         inputs = [x.to(dtype) for x in (new_values, values, returns)]
         got, stats = value_loss(*inputs, mask, cliprange_value=cliprange_value)
