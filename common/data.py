@@ -46,9 +46,10 @@ class DataFiles:
     hash: str
     notes: tuple[str, ...] = ()
 
-    def record(self) -> dict[str, str]:
-        """What `stage.json` keeps, so that later stages find the same data."""
-        return {"path": str((self.root or self.train).resolve()), "hash": self.hash}
+    def record(self) -> dict[str, str | None]:
+        """What `stage.json` keeps. Later stages find their data by the step-0 root; one bare file leads them nowhere."""
+        root = str(self.root.resolve()) if self.root else None
+        return {"path": root, "train": str(self.train.resolve()), "hash": self.hash}
 
 
 def locate(data: str | Path, stage: str) -> DataFiles:
@@ -94,7 +95,7 @@ def locate_or_inherit(data: str | None, parent: dict | None, stage: str) -> Data
     if data is not None:
         return locate(data, stage)
     recorded = (parent or {}).get("data")
-    if not recorded:
+    if not recorded or not recorded["path"]:
         raise UserError(
             f"--data is missing and the parent model records none; make some with `{_PREPARE.format('tiny')}`"
         )

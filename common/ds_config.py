@@ -38,7 +38,7 @@ def build(
     if offload_param:
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     config = {
-        # One micro-batch per forward; the number in one optimizer step is decided by `engine.train_step`, not by DeepSpeed.
+        # How many micro-batches make one optimizer step is `engine.train_step`'s business, not DeepSpeed's.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
@@ -65,17 +65,20 @@ def build(
     return config
 
 
-# Keys of a user's file that flags decide; saying them twice with different values would leave the run ambiguous.
-_DECIDED_BY_FLAGS = {
+# Keys of a user's file that flags decide: these are refused unless "auto" ...
+_OURS_ALONE = {
+    "train_batch_size": "--per_device_train_batch_size and --gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "optimizer": "--learning_rate, --weight_decay and --adam_*",
+    "scheduler": "--lr_scheduler_type and --warmup_steps",
+}
+# ... and these have to say what the flags say.
+_MUST_AGREE = {
     ("zero_optimization", "stage"): "--zero_stage",
     ("gradient_clipping",): "--max_grad_norm",
     ("bf16", "enabled"): "--dtype",
     ("fp16", "enabled"): "--dtype",
-    ("train_batch_size",): "--per_device_train_batch_size and --gradient_accumulation_steps",
-    ("train_micro_batch_size_per_gpu",): "--per_device_train_batch_size",
-    ("gradient_accumulation_steps",): "--gradient_accumulation_steps",
-    ("optimizer",): "--learning_rate, --weight_decay and --adam_*",
-    ("scheduler",): "--lr_scheduler_type and --warmup_steps",
 }
 
 
@@ -85,30 +88,24 @@ def merge(ours: dict, theirs: dict) -> dict:
     Raises:
         ValueError: a key that a flag decides is set to another value; names the key, both values and the flag.
     """
-    for path, flag in _DECIDED_BY_FLAGS.items():
-        seen = _look_up(theirs, path)
-        wanted = _look_up(ours, path)
-        if (
-            seen in (None, "auto")
-            or isinstance(seen, dict)
-            and all(v == "auto" for v in seen.get("params", seen).values())
-        ):
-            continue
-        if path[-1] == "enabled" and not seen and not wanted:
-            continue
-        if len(path) == 1 and path[0] in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "optimizer",
-            "scheduler",
-        ):
-            raise ValueError(f'--ds_config sets {path[0]!r}, which is decided by {flag}; remove it or write "auto"')
-        if seen != wanted:
+    for key, flag in _OURS_ALONE.items():
+        if key in theirs and not _is_auto(theirs[key]):
+            raise ValueError(f'--ds_config sets {key!r}, which {flag} decides; remove it or write "auto"')
+    for path, flag in _MUST_AGREE.items():
+        seen, wanted = _look_up(theirs, path), _look_up(ours, path)
+        if not (seen is None or _is_auto(seen) or seen == wanted or (seen is False and wanted is None)):
+            name = ".".join(path)
             raise ValueError(
-                f'--ds_config sets {".".join(path)} to {seen!r}, the flags say {wanted!r}; change {flag} or write "auto"'
+                f'--ds_config has {name} {seen!r}, the flags say {wanted!r}; change {flag} or write "auto"'
             )
     return _lay_over(ours, theirs)
+
+
+def _is_auto(value) -> bool:
+    """ "auto", or a section in which every number is."""
+    if isinstance(value, dict):
+        return all(_is_auto(part) for name, part in value.items() if name != "type")
+    return value == "auto"
 
 
 def _look_up(config: dict, path: tuple[str, ...]):
@@ -122,7 +119,6 @@ def _look_up(config: dict, path: tuple[str, ...]):
 def _lay_over(ours: dict, theirs: dict) -> dict:
     merged = dict(ours)
     for key, value in theirs.items():
-        if value == "auto" or (key in ("optimizer", "scheduler")):
-            continue
-        merged[key] = _lay_over(ours.get(key, {}), value) if isinstance(value, dict) else value
+        if not _is_auto(value):
+            merged[key] = _lay_over(ours.get(key, {}), value) if isinstance(value, dict) else value
     return merged

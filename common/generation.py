@@ -102,7 +102,7 @@ def generate_with(
     step: int = 0,
     rows: Sequence[int] | None = None,
 ) -> Rollout:
-    """The same samples through any function with the signature of HF `generate`: DeepSpeed's hybrid engine, or HF itself.
+    """The same samples through anything with the signature of HF `generate`: DeepSpeed's hybrid engine, or HF.
 
     The choice of each token is made by a logits processor with our noise, so every back-end draws the same tokens.
     """

@@ -1,8 +1,8 @@
 """One set of weights that both trains and generates: choosing the rollout back-end and switching to it.
 
-`native` (default) decodes with `generation.generate`. Under ZeRO 0-2 it uses the training module itself; under ZeRO-3 it
-gathers every weight once per rollout phase into a plain copy, instead of once per layer and token, and frees the copy
-afterwards. `hybrid` is DeepSpeed's hybrid engine, taken only where it can run and where its greedy tokens equal native's.
+`native` (default) decodes with `generation.generate`. Under ZeRO 0-2 it uses the training module itself; under ZeRO-3
+it gathers every weight once per rollout phase into a plain copy, instead of once per layer and token, and frees the
+copy afterwards. `hybrid` is DeepSpeed's hybrid engine, taken only where it can run and its greedy tokens equal native's.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class RolloutEngine:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[torch.nn.Module]:
-        """The HF model with all current weights on this rank, for the length of the block. A collective under ZeRO-3."""
+        """The HF model with all current weights on this rank, while in the block. A collective under ZeRO-3."""
         if self._replica is None:
             yield self.trained.module.hf
             return

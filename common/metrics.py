@@ -47,6 +47,7 @@ LABELS = {
     "loss/value_avg": "value",
     "completions/mean_length": "len",
     "grad_norm": "grad",
+    "policy/grad_norm": "grad",
     "learning_rate": "lr",
     "lr": "lr",
 }
@@ -324,3 +325,15 @@ def _readable_sample(row: dict, width: int) -> str:
         for i, line in enumerate(wrapped or [""]):
             out.append(f"  {name if i == 0 else '':>10} | {line}".rstrip())
     return "\n".join(out)
+
+
+class Stopwatch:
+    """Seconds since it was made or last read."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def seconds(self) -> float:
+        now = time.perf_counter()
+        elapsed, self.start = now - self.start, now
+        return elapsed

@@ -146,8 +146,8 @@ def load_scalar_model(
     """A sequence classifier with one label, and whether its head is fresh.
 
     Args:
-        fresh_head_std: what to draw the head's weights with when the folder holds a causal language model (0.0 for a head
-            of zeros); None: such a folder is refused, since a random head scores at random.
+        fresh_head_std: spread of the head's weights where the folder holds a causal language model (0.0: all zeros);
+            None: such a folder is refused, since a random head scores at random.
 
     Raises:
         UserError: no such model, missing weights, or more than one label.
@@ -196,7 +196,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False):
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout rate of a module tree to zero, whether a Dropout module or a number kept by an attention layer."""
+    """Sets every dropout rate of a module tree to zero: Dropout modules and numbers kept by attention layers."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,4 +1,4 @@
-"""The training loop of the stages that learn from a fixed set of examples: which rows a step takes, the step, evaluation.
+"""The training loop of stages that learn from a fixed set of examples: a step's rows, the step, evaluation.
 
 A stage says what is its own (a `Task`); how rows become micro-batches, equally many on every rank, is the same for all.
 """
@@ -15,7 +15,7 @@ from common.metrics import MetricsLogger, Stopwatch
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """How examples are cut into steps. `max_steps` 0: as many as `num_train_epochs` takes; `eval_steps` 0: at the end."""
+    """How examples are cut into steps. max_steps 0: as many as num_train_epochs takes; eval_steps 0: at the end."""
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -61,7 +61,7 @@ class Task:
 def train(
     model: TrainedModel, train_set: list, eval_set: list, task: Task, batches: Batches, log: MetricsLogger
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Runs all steps. Returns the last step's metrics and the last evaluation's sums (both empty without steps or data)."""
+    """Runs all steps. Returns the last step's metrics and the last evaluation's sums (empty if there was none)."""
     total_steps = batches.steps(len(train_set))
     record: dict[str, float] = {}
     eval_sums: dict[str, float] = {}

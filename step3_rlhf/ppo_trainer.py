@@ -1,37 +1,35 @@
 """Proximal policy optimisation on language: one RL step is collect experience, compute advantages, update.
 
-Ziegler et al. 2019 and Stiennon et al. 2020 (the objective), Schulman et al. 2017 (PPO), Huang et al. 2024 (the details).
+Sources: Ziegler et al. 2019 and Stiennon et al. 2020 (the objective), Schulman et al. 2017 (PPO), Huang et al. 2024
+(the implementation details).
 
-Legend: N responses of the step over all ranks, B of a micro-batch, Q padded prompt length, R padded response length.
-Rollout batch (N) > minibatch (one optimizer step) > micro-batch (one forward on one rank).
+Legend: N responses of the step over all ranks, B of a micro-batch, R padded response length. Rollout batch (N) >
+minibatch (one optimizer step) > micro-batch (one forward on one rank).
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from common import data, distributed
 from common.engine import FrozenModel, StepResult, TrainedModel
 from common.generation import Rollout, SamplingParams
 from common.hybrid_engine import RolloutEngine
 from common.metrics import Stopwatch
-from common.tensor_ops import entropy_of, logprobs_of, masked_mean, masked_moments, masked_sum, response_slice, whiten
-from step3_rlhf import rewards as reward_sources
+from common.tensor_ops import entropy_of, logprobs_of, masked_moments, masked_sum, response_slice, whiten
+from step3_rlhf import experience as exp
+from step3_rlhf import ppo_metrics
 from step3_rlhf.advantages import gae, shape_scores, token_rewards
 from step3_rlhf.kl import adapt_kl_coef, kl_estimate, kl_loss
 from step3_rlhf.losses import actor_loss, policy_loss, value_loss
-
-# In fp32 sampler, scorer and trainer compute the same numbers; beyond this they do not speak of the same tokens.
-FP32_TOLERANCE = 1e-4
-LOW_PRECISION_WARNING = 1e-2
+from step3_rlhf.rewards import Answers, Source, fuse
 
 
 @dataclasses.dataclass(frozen=True)
 class PPO:
-    """Every number of the algorithm; the flags of step3_rlhf/train.py of the same names explain them."""
+    """Every number of the algorithm; the flags of the same names in step3_rlhf/train.py explain them."""
 
     minibatch_size: int
     per_device_train_batch_size: int
@@ -60,92 +58,64 @@ class PPO:
     seed: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Experience:
-    """Everything the update needs, for all N responses, the same on every rank. (N, R) unless said otherwise.
-
-    Old-policy quantities: logprobs, ref_logprobs, values were computed once, by the weights that sampled.
-    """
-
-    query: torch.Tensor  # (N, Q)
-    query_mask: torch.Tensor  # (N, Q) bool
-    response: torch.Tensor
-    mask: torch.Tensor  # bool
-    rollout_logprobs: torch.Tensor
-    truncated: torch.Tensor  # (N,) bool
-    scores: torch.Tensor  # (N,) as fused, before clipping and penalties
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    ref_logprobs: torch.Tensor
-    values: torch.Tensor
-
-    def rows(self, index: list[int]) -> "Experience":
-        """Some rows, without the columns in which all of them are padding."""
-        part = {field.name: getattr(self, field.name)[index] for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **_trim(part))
-
-
+@dataclasses.dataclass
 class PPOTrainer:
-    """Holds the four roles and runs RL steps.
+    """The roles of RLHF and the step that joins them.
 
-    Args:
-        ref: None when no KL coefficient asks for one.
-        sources, weights: reward sources and their weights.
-        say: prints a line.
-        exact: True in fp32, where a mismatch of sampler and trainer is an error and not a rounding.
+    actor, critic: trained. ref: None when no KL coefficient asks for one. sampler: generates with the actor's weights.
+    sources, weights: what scores responses. decode: response ids -> text. say: prints a line. exact: True in fp32,
+    where a mismatch of sampler and trainer is an error and not a rounding.
     """
 
-    def __init__(
-        self,
-        *,
-        actor: TrainedModel,
-        critic: TrainedModel,
-        ref: Callable | FrozenModel | None,
-        sampler: RolloutEngine,
-        sources: list,
-        weights: list[float],
-        decode: Callable[[list[int]], str],
-        ppo: PPO,
-        sampling: SamplingParams,
-        device: torch.device,
-        say: Callable[[str], None],
-        exact: bool,
-    ):
-        self.actor, self.critic, self.ref, self.sampler = actor, critic, ref, sampler
-        self.sources, self.weights, self.decode = sources, weights, decode
-        self.ppo, self.sampling, self.device, self.say, self.exact = ppo, sampling, device, say, exact
-        self.kl_coef = ppo.kl_coef
+    actor: TrainedModel
+    critic: TrainedModel
+    ref: FrozenModel | None
+    sampler: RolloutEngine
+    sources: list[Source]
+    weights: list[float]
+    decode: Callable[[list[int]], str]
+    ppo: PPO
+    sampling: SamplingParams
+    say: Callable[[str], None]
+    exact: bool
+
+    def __post_init__(self):
+        self.kl_coef = self.ppo.kl_coef
         self.episodes = 0
 
     def step(self, step: int, prompts: list[data.PromptExample]) -> tuple[dict, dict, list[dict]]:
-        """One RL step on this step's prompts (the same list on every rank).
+        """One RL step (counted from 1) on its prompts, the same list on every rank.
 
         Returns metrics, seconds by phase, and the sampled responses as rows for samples.jsonl.
         """
         ppo, clock, seconds = self.ppo, Stopwatch(), {}
         prompts = [prompt for prompt in prompts for _ in range(ppo.num_generations)]
 
-        # 1. Sample a response to every prompt.
-        mine = distributed.rank_rows(len(prompts))
-        rollout = self.sampler.generate([prompts[i].ids for i in mine], self.sampling, step, list(mine))
+        # 1. Sample a response to every prompt; each rank takes its share.
+        own = list(distributed.rank_rows(len(prompts)))
+        rollout = self.sampler.generate([prompts[row].ids for row in own], self.sampling, step, own)
         seconds["generate"] = clock.seconds()
 
-        # 2. Score the whole responses.
+        # 2. Score whole responses.
+        plan = exp.forward_plan(len(prompts), ppo.rollout_forward_batch_size)
         texts = [self.decode(ids[kept].tolist()) for ids, kept in zip(rollout.response, rollout.mask, strict=True)]
-        by_source = self._score([prompts[i].row for i in mine], texts, rollout, len(prompts))
+        answers = Answers([prompts[row].row for row in own], texts, rollout, plan.size, plan.count)
+        by_source = [source(answers) for source in self.sources]  # (rows of this rank,) each
         seconds["score"] = clock.seconds()
 
-        # 3. Log-probs under the policy and the reference, and the critic's values, all before any update.
-        experience = self._experience(rollout, by_source, len(prompts))
+        # 3. Log-probs under policy and reference, and values, all before any update; then every rank gets every row.
+        computed = self.old_quantities(rollout, plan) | {"scores": fuse(by_source, self.weights)}
+        experience = exp.gather(rollout, computed, len(prompts), self.sampling.pad_id)
+        ppo_metrics.check_sampler(step, experience, self.exact, self.say)
         seconds["forward"] = clock.seconds()
 
         # 4. Rewards: the KL toll on every token, the shaped score on the last one.
-        mask, lengths = experience.mask, experience.mask.sum(1)
+        mask = experience.mask
         kl = kl_estimate(experience.logprobs, experience.ref_logprobs, ppo.kl_estimator)  # (N, R)
         shaped = shape_scores(
             experience.scores,
             experience.truncated,
-            lengths=lengths,
+            lengths=mask.sum(1),
             score_clip=ppo.score_clip,
             missing_eos_penalty=ppo.missing_eos_penalty,
             length_penalty=ppo.length_penalty,
@@ -154,106 +124,82 @@ class PPOTrainer:
         if ppo.whiten_rewards:
             rewards = whiten(rewards, mask, masked_moments(rewards, mask), shift_mean=False)
 
-        # 5. Advantages and returns, whitened over the whole rollout batch.
+        # 5. Advantages and returns; advantages are whitened over the whole rollout batch.
         advantages, returns = gae(rewards, experience.values, mask, ppo.gamma, ppo.lam)
         if ppo.whiten_advantages:
             advantages = whiten(advantages, mask, masked_moments(advantages, mask))
 
-        # 6. Several epochs of minibatches, shuffled over all ranks' responses.
-        update_metrics = self._update(step, experience, advantages, returns)
+        # 6. Several epochs of minibatches, shuffled over the responses of all ranks.
+        update_metrics = self.update(step, experience, advantages, returns)
         seconds["update"] = clock.seconds()
 
-        # 7. What happened.
+        # 7. What happened; the KL coefficient for the next step.
         self.episodes += len(prompts)
-        metrics = self._objective_metrics(experience, kl, shaped) | update_metrics
+        metrics = ppo_metrics.objective_metrics(experience, kl, shaped, self.kl_coef) | update_metrics
         for source, scores in zip(self.sources, by_source, strict=True):
-            everyone = distributed.gather_rows(scores, len(prompts))
-            known = everyone[~everyone.isnan()]
-            metrics[f"rewards/{source.name}/mean"] = known.mean()
-            metrics[f"rewards/{source.name}/std"] = known.std(correction=0)
+            metrics |= ppo_metrics.source_metrics(source.name, distributed.gather_rows(scores, len(prompts)))
+        metrics["episode"] = self.episodes
         if ppo.kl_target is not None:
-            kl_per_response = metrics["objective/kl"]
-            self.kl_coef = adapt_kl_coef(
-                self.kl_coef, float(kl_per_response), ppo.kl_target, ppo.kl_horizon, len(prompts)
-            )
-        seconds["total"] = sum(seconds.values())
-        return metrics, seconds, self._samples(prompts, experience, kl)
-
-    def _score(self, rows: list[dict], texts: list[str], rollout: Rollout, total: int) -> list[torch.Tensor]:
-        micro_size, num_forwards = self._forward_plan(total)
-        answers = reward_sources.Answers(rows, texts, rollout, micro_size, num_forwards)
-        return [source(answers) for source in self.sources]
+            seen_kl = float(metrics["objective/kl"])
+            self.kl_coef = adapt_kl_coef(self.kl_coef, seen_kl, ppo.kl_target, ppo.kl_horizon, len(prompts))
+        return metrics, seconds | {"total": sum(seconds.values())}, self.samples(prompts, experience, kl)
 
     @torch.no_grad()
-    def _experience(self, rollout: Rollout, by_source: list[torch.Tensor], total: int) -> Experience:
-        """Runs the scoring forwards over this rank's rows and joins the rows of all ranks."""
-        logprobs = torch.zeros_like(rollout.rollout_logprobs)
-        entropy, ref_logprobs, values = logprobs.clone(), logprobs.clone(), logprobs.clone()
-        for index, is_idle in self._forward_chunks(rollout, total):
-            part = _trim({f.name: getattr(rollout, f.name)[index] for f in dataclasses.fields(rollout)})
-            ids, seen = _sequence(part)
-            width = part["response"].shape[1]
-            logits = self._logits(self.actor, ids, seen, width)
-            found = {"logprobs": logprobs_of(logits, part["response"]), "entropy": entropy_of(logits)}
-            del logits
-            found["ref_logprobs"] = found["logprobs"]
+    def old_quantities(self, rollout: Rollout, plan: exp.ForwardPlan) -> dict[str, Tensor]:
+        """Log-probs, entropy, reference log-probs and values of this rank's responses, each (rows, R)."""
+        found = {
+            name: torch.zeros_like(rollout.rollout_logprobs)
+            for name in ("logprobs", "entropy", "ref_logprobs", "values")
+        }
+        for rows, is_idle in exp.scoring_forwards(rollout, plan):
+            part = exp.rows_of(rollout, rows)
+            ids, seen = exp.sequence(part)
+            response, width = part["response"], part["response"].shape[1]
+            logits = self.response_logits(self.actor, ids, seen, width)
+            computed = {"logprobs": logprobs_of(logits, response), "entropy": entropy_of(logits)}
+            computed["ref_logprobs"] = computed["logprobs"]
             if self.ref is not None:
-                found["ref_logprobs"] = logprobs_of(self._logits(self.ref, ids, seen, width), part["response"])
-            found["values"] = response_slice(self.critic(ids, seen), part["query"].shape[1])
-            if is_idle:
-                continue
-            kept = part["mask"]
-            for name, target in (
-                ("logprobs", logprobs),
-                ("entropy", entropy),
-                ("ref_logprobs", ref_logprobs),
-                ("values", values),
-            ):
-                target[index, :width] = torch.where(kept, found[name], 0.0)
-        fields = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
-        fields |= {"logprobs": logprobs, "entropy": entropy, "ref_logprobs": ref_logprobs, "values": values}
-        fields["scores"] = reward_sources.fuse(by_source, self.weights)
-        pad = {"query": self.sampling.pad_id, "response": self.sampling.pad_id}
-        return Experience(
-            **{
-                name: distributed.gather_rows(tensor, total, fill=pad.get(name, 0), left=name.startswith("query"))
-                for name, tensor in fields.items()
-            }
-        )
+                computed["ref_logprobs"] = logprobs_of(self.response_logits(self.ref, ids, seen, width), response)
+            computed["values"] = response_slice(self.critic(ids, seen), part["query"].shape[1])
+            if not is_idle:
+                for name, values in computed.items():
+                    found[name][rows, :width] = values.where(part["mask"], 0.0)
+        return found
 
-    def _update(self, step: int, experience: Experience, advantages: torch.Tensor, returns: torch.Tensor) -> dict:
+    def update(self, step: int, experience: exp.Experience, advantages: Tensor, returns: Tensor) -> dict:
+        """`num_ppo_epochs` passes over the rollout batch, one optimizer step of actor and critic a minibatch."""
         ppo, total = self.ppo, len(experience.mask)
-        warming_up = step <= ppo.critic_warmup_steps
         actor_results: list[StepResult] = []
         critic_results: list[StepResult] = []
-        counts: list[float] = []
+        counts = []
         for epoch in range(ppo.num_ppo_epochs):
-            order = permutation(ppo.seed, step, epoch, total)
+            order = exp.permutation(ppo.seed, step, epoch, total)
             for start in range(0, total, ppo.minibatch_size):
                 rows = order[start : start + ppo.minibatch_size]
-                counts.append(float(experience.mask[rows].sum()))
-                micro_batches = list(self._micro_batches(rows, experience, advantages, returns))
+                count = float(experience.mask[rows].sum())  # what every mean of this optimizer step is taken over
+                batches = exp.micro_batches(rows, experience, advantages, returns, ppo.per_device_train_batch_size)
+                critic_results.append(
+                    self.critic.train_step(batches, lambda batch, n=count: self.critic_share(batch, n), step)
+                )
+                counts.append(count)
+                if step > ppo.critic_warmup_steps:
+                    actor_results.append(
+                        self.actor.train_step(batches, lambda batch, n=count: self.actor_share(batch, n), step)
+                    )
+                if len(actor_results) == 1:
+                    ppo_metrics.check_first_ratio(
+                        step, actor_results[0].sums["ratio"] / counts[0], self.exact, self.say
+                    )
+        return ppo_metrics.update_metrics(actor_results, critic_results, counts)
 
-                def critic_share(batch, count=counts[-1]):
-                    return self._critic_loss(batch, count)
-
-                def actor_share(batch, count=counts[-1]):
-                    return self._actor_loss(batch, count)
-
-                critic_results.append(self.critic.train_step(micro_batches, critic_share, step))
-                if not warming_up:
-                    actor_results.append(self.actor.train_step(micro_batches, actor_share, step))
-                    if len(actor_results) == 1:
-                        self._check_first_ratio(step, actor_results[0].sums["ratio"] / counts[0])
-        return self._update_metrics(actor_results, critic_results, counts)
-
-    def _actor_loss(self, batch: "MicroBatch", count: float) -> tuple[torch.Tensor, dict]:
-        ppo, part = self.ppo, batch.experience
-        logits = self._logits(self.actor, batch.ids, batch.seen, part.response.shape[1])
-        new_logprobs = logprobs_of(logits, part.response)
+    def actor_share(self, batch: exp.MicroBatch, count: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's share of the actor's loss over `count` tokens, and sums for the metrics."""
+        ppo = self.ppo
+        logits = self.response_logits(self.actor, batch.ids, batch.seen, batch.response.shape[1])
+        new_logprobs = logprobs_of(logits, batch.response)
         policy, sums = policy_loss(
             new_logprobs,
-            part.logprobs,
+            batch.logprobs,
             batch.advantages,
             batch.mask,
             cliprange_low=ppo.cliprange,
@@ -261,11 +207,10 @@ class PPOTrainer:
             dual_clip=ppo.dual_clip,
         )
         sums["policy_loss"] = policy
-        entropy = divergence = None
-        if ppo.entropy_coef:
-            entropy = masked_sum(entropy_of(logits), batch.mask)
+        entropy = masked_sum(entropy_of(logits), batch.mask) if ppo.entropy_coef else None
+        divergence = None
         if ppo.kl_loss_coef:
-            divergence = kl_loss(new_logprobs, part.ref_logprobs, batch.mask, estimator=ppo.kl_loss_estimator)
+            divergence = kl_loss(new_logprobs, batch.ref_logprobs, batch.mask, estimator=ppo.kl_loss_estimator)
             sums["kl_loss"] = divergence
         loss = actor_loss(
             policy,
@@ -278,173 +223,31 @@ class PPOTrainer:
         )
         return loss / count, sums
 
-    def _critic_loss(self, batch: "MicroBatch", count: float) -> tuple[torch.Tensor, dict]:
-        part = batch.experience
-        new_values = response_slice(self.critic(batch.ids, batch.seen), part.query.shape[1])
+    def critic_share(self, batch: exp.MicroBatch, count: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's share of the critic's loss over `count` tokens, and sums for the metrics."""
+        new_values = response_slice(self.critic(batch.ids, batch.seen), batch.query_length)
         loss, sums = value_loss(
-            new_values, part.values, batch.returns, batch.mask, cliprange_value=self.ppo.cliprange_value
+            new_values, batch.values, batch.returns, batch.mask, cliprange_value=self.ppo.cliprange_value
         )
         return loss / count, sums
 
-    def _logits(self, model: Callable, ids: torch.Tensor, seen: torch.Tensor, width: int) -> torch.Tensor:
-        """Logits that chose the response, (B, R, V), at the sampling temperature."""
+    def response_logits(self, model: Callable, ids: Tensor, seen: Tensor, width: int) -> Tensor:
+        """The logits that chose the last `width` tokens, (B, width, V), at the sampling temperature."""
         logits = response_slice(model(ids, seen, keep=width + 1), 1)
         return logits if self.sampling.temperature == 1.0 else logits / self.sampling.temperature
 
-    def _micro_batches(self, rows: list[int], experience: Experience, advantages, returns) -> Iterator["MicroBatch"]:
-        """This rank's share of a minibatch; similar lengths together. A rank with nothing left runs a row of weight zero."""
-        lengths = (experience.query_mask.sum(1) + experience.mask.sum(1)).tolist()
-        rows = sorted(rows, key=lambda row: lengths[row])
-        dealt = data.rank_micro_batches(
-            rows, distributed.rank(), distributed.world_size(), self.ppo.per_device_train_batch_size
-        )
-        for micro in dealt:
-            part = experience.rows(micro or rows[:1])
-            ids, seen = _sequence(vars(part))
-            width = part.mask.shape[1]
-            counts = part.mask if micro else torch.zeros_like(part.mask)
-            index = micro or rows[:1]
-            yield MicroBatch(part, ids, seen, counts, advantages[index, :width], returns[index, :width])
-
-    def _forward_plan(self, total: int) -> tuple[int, int]:
-        """Rows in one scoring forward, and how many forwards every rank runs."""
-        most = -(-total // distributed.world_size())
-        size = self.ppo.rollout_forward_batch_size or most
-        return size, -(-most // size)
-
-    def _forward_chunks(self, rollout: Rollout, total: int) -> Iterator[tuple[list[int], bool]]:
-        """Row numbers of this rank's scoring forwards, similar lengths together; True marks one whose result is not used."""
-        lengths = (rollout.query_mask.sum(1) + rollout.mask.sum(1)).tolist()
-        order = sorted(range(len(lengths)), key=lambda row: lengths[row])
-        size, num_forwards = self._forward_plan(total)
-        for number in range(num_forwards):
-            index = order[number * size : (number + 1) * size]
-            yield (index, False) if index else ([0], True)
-
-    def _objective_metrics(self, experience: Experience, kl: torch.Tensor, shaped: torch.Tensor) -> dict:
-        mask = experience.mask
-        lengths = mask.sum(1).double()
-        kl_sum = masked_sum(kl, mask, dim=1)
-        gap = (experience.rollout_logprobs - experience.logprobs).abs()
-        worst_gap = float(torch.where(mask, gap, 0).max())
-        if self.exact and worst_gap > FP32_TOLERANCE:
-            raise FloatingPointError(
-                f"the sampler's log-probs differ from the trainer's by up to {worst_gap:.2e} in fp32 (tolerance {FP32_TOLERANCE}): "
-                "they do not see the same tokens, positions or weights"
-            )
-        if not self.exact and float(masked_mean(gap, mask)) > LOW_PRECISION_WARNING:
-            self.say(
-                f"warning: sampler and trainer differ by {float(masked_mean(gap, mask)):.3f} nats a token on average"
-            )
-        return {
-            "objective/kl": kl_sum.mean(),
-            "objective/entropy": masked_sum(-experience.logprobs, mask, dim=1).mean(),
-            "objective/non_score_reward": (-self.kl_coef * kl_sum).mean(),
-            "objective/rlhf_reward": (shaped - self.kl_coef * kl_sum).mean(),
-            "objective/scores": experience.scores.mean(),
-            "objective/scores_std": experience.scores.std(correction=0),
-            "policy/entropy_avg": masked_mean(experience.entropy, mask),
-            "val/num_eos_tokens": (~experience.truncated).sum(),
-            "completions/mean_length": lengths.mean(),
-            "completions/min_length": lengths.min(),
-            "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": experience.truncated.double().mean(),
-            "rollout/logprob_gap_mean": masked_mean(gap, mask),
-            "rollout/logprob_gap_max": worst_gap,
-            "kl_coef": self.kl_coef,
-            "episode": self.episodes,
-        }
-
-    def _update_metrics(self, actor: list[StepResult], critic: list[StepResult], counts: list[float]) -> dict:
-        def mean(results: list[StepResult], name: str) -> float:
-            return (
-                float(np.mean([r.sums[name] / c for r, c in zip(results, counts, strict=True)]))
-                if results
-                else math.nan
-            )
-
-        metrics = {
-            "loss/value_avg": float(np.mean([r.sums["loss"] for r in critic])),
-            "val/error": mean(critic, "error"),
-            "val/clipfrac_avg": mean(critic, "clipfrac"),
-            "critic/grad_norm": float(np.mean([r.grad_norm for r in critic])),
-            "critic/lr": critic[-1].learning_rate,
-        }
-        if actor:
-            ratio = mean(actor, "ratio")
-            metrics |= {
-                "loss/policy_avg": mean(actor, "policy_loss"),
-                "policy/approxkl_avg": mean(actor, "approxkl"),
-                "policy/clipfrac_avg": mean(actor, "clipfrac"),
-                "val/ratio": ratio,
-                "val/ratio_var": max(0.0, mean(actor, "ratio_sq") - ratio**2),
-                "val/ratio_first": actor[0].sums["ratio"] / counts[0],
-                "policy/grad_norm": float(np.mean([r.grad_norm for r in actor])),
-                "lr": actor[-1].learning_rate,
-            }
-            if self.ppo.kl_loss_coef:
-                metrics["loss/kl_avg"] = mean(actor, "kl_loss")
-        return metrics
-
-    def _check_first_ratio(self, step: int, ratio: float) -> None:
-        """Before the first update the policy is the one that sampled: the ratio is 1."""
-        if self.exact and abs(ratio - 1) > FP32_TOLERANCE:
-            raise FloatingPointError(
-                f"step {step}: the first minibatch's ratio is {ratio:.6f} in fp32, wanted 1: the training forward does not "
-                "reproduce the scoring forward (dropout left on, other padding, or other weights)"
-            )
-        if not self.exact and abs(ratio - 1) > LOW_PRECISION_WARNING:
-            self.say(f"warning: step {step}: the first minibatch's ratio is {ratio:.4f}, wanted 1")
-
-    def _samples(self, prompts: list[data.PromptExample], experience: Experience, kl: torch.Tensor) -> list[dict]:
-        kl_sum = masked_sum(kl, experience.mask, dim=1).tolist()
-        lengths = experience.mask.sum(1).tolist()
+    def samples(self, prompts: list[data.PromptExample], experience: exp.Experience, kl: Tensor) -> list[dict]:
+        """All responses of the step, readable."""
+        kl_sum, lengths = masked_sum(kl, experience.mask, dim=1).tolist(), experience.mask.sum(1).tolist()
         return [
             {
                 "row": row,
-                "prompt": prompts[row].row["prompt"][-1]["content"],
+                "prompt": prompt.row["prompt"][-1]["content"],
                 "response": self.decode(experience.response[row][experience.mask[row]].tolist()),
                 "score": float(experience.scores[row]),
                 "kl": kl_sum[row],
                 "length": lengths[row],
                 "truncated": bool(experience.truncated[row]),
             }
-            for row in range(len(prompts))
+            for row, prompt in enumerate(prompts)
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class MicroBatch:
-    """One forward: some rows of the experience, their sequences, and what counts in the loss."""
-
-    experience: Experience
-    ids: torch.Tensor  # (B, T)
-    seen: torch.Tensor  # (B, T) bool: attention
-    mask: torch.Tensor  # (B, R) bool: loss
-    advantages: torch.Tensor  # (B, R)
-    returns: torch.Tensor  # (B, R)
-
-
-def permutation(seed: int, step: int, epoch: int, total: int) -> list[int]:
-    """The order of all N responses in one PPO epoch: a function of its arguments, the same on every rank."""
-    noise = np.random.Generator(np.random.Philox(key=(seed % 2**64, step), counter=(0, 0, 1, epoch))).random(total)
-    return np.argsort(noise, kind="stable").tolist()
-
-
-def _trim(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Drops query columns on the left and response columns on the right in which every row is padding."""
-    queries = part["query_mask"].any(0)
-    first = int(queries.long().argmax())
-    width = max(1, int(part["mask"].any(0).sum()))
-    trimmed = {}
-    for name, tensor in part.items():
-        if name.startswith("query"):
-            trimmed[name] = tensor[:, first:]
-        else:
-            trimmed[name] = tensor[:, :width] if tensor.dim() > 1 else tensor
-    return trimmed
-
-
-def _sequence(part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompt and response side by side, (B, Q + R), and what attention may see."""
-    return torch.cat([part["query"], part["response"]], 1), torch.cat([part["query_mask"], part["mask"]], 1)

@@ -121,7 +121,8 @@ def fuse(scores: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     if stacked.isnan().all(0).any() or stacked.isinf().any():
         row = int((stacked.isnan().all(0) | stacked.isinf().any(0)).nonzero()[0])
         raise UserError(
-            f"response {row} of this rank was scored {[s[row].item() for s in scores]}: every response needs a finite score"
+            f"response {row} of this rank was scored {[s[row].item() for s in scores]}: "
+            "every response needs a finite score from at least one source"
         )
     return (stacked.nan_to_num(0.0) * torch.tensor(weights, device=stacked.device)[:, None]).sum(0)
 
@@ -161,7 +162,8 @@ def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:
         return 0.0, 1.0
     if not path.exists():
         raise UserError(
-            f"{folder} has no reward_stats.json, which --score_norm {norm} needs; use --score_norm none or train it with step2_reward/train.py"
+            f"{folder} has no reward_stats.json, which --score_norm {norm} needs; "
+            "use --score_norm none or train it with step2_reward/train.py"
         )
     stats = json.loads(path.read_text())
     return stats["mean"], stats["std"]

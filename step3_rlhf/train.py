@@ -269,7 +269,6 @@ def main() -> None:
         decode=lambda ids: chat_format.decode_answer(tokenizer, ids),
         ppo=cli.pick(PPO, args),
         sampling=sampling,
-        device=device,
         say=log.say,
         exact=dtype == "fp32",
     )

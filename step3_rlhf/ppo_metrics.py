@@ -1,0 +1,114 @@
+"""PPO's metrics by the names TRL users know, and the two checks that sampler and trainer speak of the same tokens.
+
+README.md of this folder has each name's formula and healthy range.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from common.engine import StepResult
+from common.tensor_ops import masked_mean, masked_sum
+from step3_rlhf.experience import Experience
+
+# In fp32 the sampler, the scoring forward and the training forward compute the same numbers up to rounding. Beyond this
+# they do not see the same tokens, positions or weights. In 16 bits rounding itself reaches the second figure.
+FP32_TOLERANCE = 1e-4
+LOW_PRECISION_WARNING = 1e-2
+
+
+def objective_metrics(experience: Experience, kl: Tensor, shaped_scores: Tensor, kl_coef: float) -> dict:
+    """Means over the step's responses. kl (N, R); shaped_scores (N,): after clipping and penalties."""
+    mask = experience.mask
+    lengths = mask.sum(1).double()
+    kl_sum = masked_sum(kl, mask, dim=1)
+    gap = (experience.rollout_logprobs - experience.logprobs).abs()
+    return {
+        "objective/kl": kl_sum.mean(),
+        "objective/entropy": masked_sum(-experience.logprobs, mask, dim=1).mean(),
+        "objective/non_score_reward": (-kl_coef * kl_sum).mean(),
+        "objective/rlhf_reward": (shaped_scores - kl_coef * kl_sum).mean(),
+        "objective/scores": experience.scores.mean(),
+        "objective/scores_std": experience.scores.std(correction=0),
+        "policy/entropy_avg": masked_mean(experience.entropy, mask),
+        "val/num_eos_tokens": (~experience.truncated).sum(),
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": experience.truncated.double().mean(),
+        "rollout/logprob_gap_mean": masked_mean(gap, mask),
+        "rollout/logprob_gap_max": gap.where(mask, 0).max(),
+        "kl_coef": kl_coef,
+    }
+
+
+def update_metrics(actor: list[StepResult], critic: list[StepResult], counts: list[float]) -> dict:
+    """Means over the step's minibatches. counts: response tokens in each; actor: empty while the critic warms up."""
+
+    def average(results: list[StepResult], name: str) -> float:
+        return float(np.mean([result.sums[name] / count for result, count in zip(results, counts, strict=True)]))
+
+    metrics = {
+        "loss/value_avg": float(np.mean([result.sums["loss"] for result in critic])),
+        "val/error": average(critic, "error"),
+        "val/clipfrac_avg": average(critic, "clipfrac"),
+        "critic/grad_norm": float(np.mean([result.grad_norm for result in critic])),
+        "critic/lr": critic[-1].learning_rate,
+    }
+    if actor:
+        ratio = average(actor, "ratio")
+        metrics |= {
+            "loss/policy_avg": average(actor, "policy_loss"),
+            "policy/approxkl_avg": average(actor, "approxkl"),
+            "policy/clipfrac_avg": average(actor, "clipfrac"),
+            "val/ratio": ratio,
+            "val/ratio_var": max(0.0, average(actor, "ratio_sq") - ratio**2),
+            "val/ratio_first": actor[0].sums["ratio"] / counts[0],
+            "policy/grad_norm": float(np.mean([result.grad_norm for result in actor])),
+            "lr": actor[-1].learning_rate,
+        }
+        if "kl_loss" in actor[0].sums:
+            metrics["loss/kl_avg"] = average(actor, "kl_loss")
+    return metrics
+
+
+def source_metrics(name: str, scores: Tensor) -> dict:
+    """Mean and spread of one reward source over the responses it had an opinion on; scores (N,), NaN for none."""
+    known = scores[~scores.isnan()]
+    mean, std = (known.mean(), known.std(correction=0)) if len(known) else (math.nan, math.nan)
+    return {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+
+
+def check_sampler(step: int, experience: Experience, exact: bool, say: Callable[[str], None]) -> None:
+    """Compares the log-probs recorded while sampling with those of the scoring forward.
+
+    Raises:
+        FloatingPointError: `exact` (fp32) and they differ.
+    """
+    gap = (experience.rollout_logprobs - experience.logprobs).abs().where(experience.mask, 0)
+    if exact and gap.max() > FP32_TOLERANCE:
+        row = int(gap.amax(1).argmax())
+        raise FloatingPointError(
+            f"step {step}, response {row}: the sampler's log-probs differ from the trainer's by up to {gap.max():.2e} "
+            f"in fp32 (tolerance {FP32_TOLERANCE}): they do not see the same tokens, positions or weights"
+        )
+    mean = float(masked_mean(gap, experience.mask))
+    if not exact and mean > LOW_PRECISION_WARNING:
+        say(f"warning: step {step}: sampler and trainer differ by {mean:.3f} nats a token on average")
+
+
+def check_first_ratio(step: int, ratio: float, exact: bool, say: Callable[[str], None]) -> None:
+    """Before its first update the policy is the one that sampled, so the first minibatch's mean ratio is 1.
+
+    Raises:
+        FloatingPointError: `exact` (fp32) and it is not.
+    """
+    if exact and not abs(ratio - 1) <= FP32_TOLERANCE:
+        raise FloatingPointError(
+            f"step {step}: the first minibatch's ratio is {ratio:.6f} in fp32, wanted 1: the training forward does not "
+            "reproduce the scoring forward (dropout left on, other padding, or other weights)"
+        )
+    if not abs(ratio - 1) <= LOW_PRECISION_WARNING:
+        say(f"warning: step {step}: the first minibatch's ratio is {ratio:.4f}, wanted 1")
