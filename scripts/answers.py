@@ -100,8 +100,7 @@ class RewardModel:
         prompt = chat_format.encode_prompt(self.tokenizer, answer["prompt"])
         if prompt == answer["prompt_ids"]:
             return prompt + answer["ids"]
-        whole, _ = chat_format.encode_conversation(self.tokenizer, [*answer["prompt"], *messages_of(answer)])
-        return whole[:-1] if answer["truncated"] else whole  # a cut answer never said that its turn ends
+        return chat_format.encode_scored(self.tokenizer, [*answer["prompt"], *messages_of(answer)], answer["truncated"])
 
 
 class FunctionJudge:

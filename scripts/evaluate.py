@@ -61,14 +61,13 @@ def main(argv=None) -> None:
     from common import checkpoint, metrics
 
     # 1. What can be wrong is found out before anything large is loaded.
-    for path in args.model:
-        checkpoint.require_stage(path, "--model", MODEL_STAGES)
+    parents = [checkpoint.require_stage(path, "--model", MODEL_STAGES) for path in args.model]
     if args.ref:
         checkpoint.require_stage(args.ref, "--ref", MODEL_STAGES)
     for flag, path in (("--reward", args.reward), ("--judge", args.judge)):
         if path and Path(path).is_dir():
             checkpoint.require_stage(path, flag, ("reward",))
-    rows = read_prompts(args.data or recorded_data(args.model[0]))
+    rows = held_out_prompts(args.data, parents[0])
 
     # 2. Each model answers the same prompts, and its answers are scored.
     entries, answers = answer_and_score(args, rows)
@@ -96,25 +95,16 @@ def main(argv=None) -> None:
     print(f"written: {args.output} and {samples_file}")
 
 
-def recorded_data(model: str) -> str:
-    """The step-0 folder that the model's stage.json names."""
-    from common import checkpoint
+def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
+    """The held-out rows of a step-0 folder (default: the parent model's), or all rows of a parquet file."""
+    from common.data import locate_or_inherit, read_rows
 
-    data = (checkpoint.read_stage(model) or {}).get("data")
-    if not data:
-        raise UserError(f"--model {model} does not say what it was trained on; name the prompts with --data")
-    print(f"--data {data['path']} (what {model} was trained on)")
-    return data["path"]
-
-
-def read_prompts(data: str) -> list[dict]:
-    """The held-out rows of a step-0 folder, or all rows of a parquet file."""
-    from common.data import locate, read_rows
-
-    files = locate(data, "prompts")
-    file = files.train if Path(data).is_file() else files.eval
+    files = locate_or_inherit(data, parent, "prompts")
+    for note in files.notes:
+        print(note)
+    file = files.train if data is not None and Path(data).is_file() else files.eval
     if file is None:
-        raise UserError(f"--data {data} has no prompts/eval.parquet; prepare it with --eval_fraction above 0")
+        raise UserError(f"{files.train.parent} has no eval.parquet; prepare the data with --eval_fraction above 0")
     return read_rows(file)
 
 
