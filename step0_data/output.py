@@ -1,0 +1,264 @@
+"""The prepared folder: what may be overwritten, parquet files, manifest.json, preview.md and the closing lines."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from common import checkpoint
+from common.errors import UserError
+
+FORMAT_VERSION = 1
+_OURS = {"sft", "preference", "prompts", "pretrain", "base_model", "manifest.json", "preview.md"}
+_PREVIEW_ROWS, _PREVIEW_CHARS = 3, 1200
+_CONVERSATION = {"messages", "chosen", "rejected", "prompt"}
+
+
+class OutputFolder:
+    """The folder prepared data go to.
+
+    Args:
+        settings: the flags that shape the data. inputs: {source: {file: sha256}}.
+
+    Raises:
+        UserError: the folder holds something else, or data of other settings and no `overwrite`, or is locked.
+    """
+
+    def __init__(self, path: str | Path, settings: dict, inputs: dict, overwrite: bool):
+        self.path, self.settings, self.inputs = Path(path), settings, inputs
+        self.code = _hash_code()
+        self._run = checkpoint.RunFolder(path, finished=())
+        self.manifest = _read_manifest(self.path)
+        self.already_done = False
+        try:
+            self._decide(overwrite)
+        except UserError:
+            self._run.release()
+            raise
+        if self.already_done:
+            self._run.release()
+
+    def _decide(self, overwrite: bool) -> None:
+        there = sorted(p.name for p in self.path.iterdir() if not p.name.startswith("."))
+        foreign = [name for name in there if name not in _OURS]
+        if self.manifest is None and there:
+            raise UserError(
+                f"{self.path} holds {', '.join(there[:4])} but no manifest.json of ours; choose another --output_dir"
+            )
+        if self.manifest is None:
+            return
+        changed = self._differences()
+        if not changed and not overwrite:
+            _verify(self.path, self.manifest)
+            self.already_done = True
+        elif not overwrite:
+            raise UserError(
+                f"{self.path} holds data prepared otherwise ({'; '.join(changed[:3])}); "
+                "choose another --output_dir or add --overwrite"
+            )
+        elif foreign:
+            raise UserError(
+                f"{self.path} also holds {', '.join(foreign[:4])}, which --overwrite will not delete; move it away"
+            )
+
+    def _differences(self) -> list[str]:
+        """How this request differs from the one that made the folder."""
+        old, new = self.manifest["args"], json.loads(json.dumps(self.settings))
+        changed = [
+            f"--{name} was {_show(old.get(name))}, now {_show(new.get(name))}"
+            for name in new
+            if old.get(name) != new.get(name)
+        ]
+        before = {s["source"]: s["files"] for s in self.manifest["sources"]}
+        for source, files in self.inputs.items():
+            if source in before and files is not None and {f["file"]: f["sha256"] for f in before[source]} != files:
+                changed.append(f"{source} has changed since")
+        if not changed and self.manifest.get("code") != self.code:
+            changed.append("the code of step0_data has changed since")
+        return changed
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A temporary folder to fill; on a clean exit its content moves in, manifest.json last."""
+        for stale in self.path.glob(".staging-*"):
+            shutil.rmtree(stale)  # we hold the lock: nobody is writing there
+        staging = self.path / f".staging-{os.getpid()}"
+        staging.mkdir()
+        try:
+            yield staging
+            (self.path / "manifest.json").unlink(missing_ok=True)
+            for name in sorted(_OURS):
+                old = self.path / name
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+            for name in sorted({p.name for p in staging.iterdir()} - {"manifest.json"}):
+                os.replace(staging / name, self.path / name)
+            os.replace(staging / "manifest.json", self.path / "manifest.json")
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            self._run.release()
+
+    def write_manifest(self, staging: Path, stages: dict, ledger: list[dict]) -> None:
+        """preview.md and manifest.json; the manifest's `hash` is what models record as their data."""
+        checkpoint.atomic_write_text(staging / "preview.md", preview(stages, ledger))
+        files = {
+            p.relative_to(staging).as_posix(): checkpoint.hash_file(p) for p in sorted(staging.glob("*/*.parquet"))
+        }
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "hash": checkpoint.hash_tree(files),
+            "stages": counts(stages),
+            "files": files,
+            "sources": ledger,
+            "seed": self.settings["seed"],
+            "args": self.settings,
+            "code": self.code,
+        }
+        text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+        checkpoint.atomic_write_text(staging / "manifest.json", text)
+
+
+def counts(stages: dict) -> dict[str, dict[str, int]]:
+    """{stage: {part: rows}} of the stages that have any."""
+    return {
+        stage: {part: len(rows) for part, rows in parts.items()}
+        for stage, parts in stages.items()
+        if any(parts.values())
+    }
+
+
+def write_stages(folder: Path, stages: dict) -> None:
+    """Writes the parquet files; parts without rows get none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for stage, parts in stages.items():
+        columns = _uniform_columns([row for rows in parts.values() for row in rows])
+        for part, rows in parts.items():
+            if not rows:
+                continue
+            (folder / stage).mkdir(exist_ok=True)
+            table = pa.table(
+                {name: pa.array([cell(row) for row in rows], kind) for name, (kind, cell) in columns.items()}
+            )
+            pq.write_table(table, folder / stage / f"{part}.parquet")
+
+
+def _uniform_columns(rows: list[dict]) -> dict:
+    """{column: (arrow type, how to get its cell from a row)}: train and eval get the same columns and types.
+
+    A column whose values have no common type (a number here, a string there) is kept as JSON text.
+    """
+    import pyarrow as pa
+
+    message = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name in _CONVERSATION:
+            columns[name] = (message, lambda row, name=name: row[name])
+            continue
+        try:
+            kind = pa.array([row.get(name) for row in rows]).type
+            columns[name] = (kind, lambda row, name=name: row.get(name))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            print(f"note: the column {name!r} mixes kinds of values; it is kept as JSON text")
+            columns[name] = (
+                pa.string(),
+                lambda row, name=name: json.dumps(row.get(name), ensure_ascii=False, default=str),
+            )
+    return columns
+
+
+# What people read ----------------------------------------------------------------------------------------------------
+
+
+def summary(stages: dict, ledger: list[dict]) -> str:
+    """The table of counts and the ledger."""
+    lines = [f"{'stage':12}{'train':>8}{'eval':>8}"]
+    for stage, parts in counts(stages).items():
+        lines.append(f"{stage:12}{parts['train']:>8}{parts['eval']:>8}")
+        if not parts["train"]:
+            lines.append(
+                f"  note: every row of {stage} fell into eval; more rows or a smaller --eval_fraction give it some"
+            )
+    for entry in ledger:
+        forms = ", ".join(f"{form} {n}" for form, n in entry["forms"].items()) or "no form recognised"
+        lines.append(f"{entry['source']}: {entry['rows']} rows read ({forms}), {sum(entry['used'].values())} used")
+        for reason, aside in entry["set_aside"].items():
+            lines.append(f"  {aside['rows']:>6} set aside: {reason} (first: {aside['first']})")
+        if entry["duplicates"]:
+            lines.append(f"  {entry['duplicates']:>6} repeat an earlier row")
+    return "\n".join(lines)
+
+
+def preview(stages: dict, ledger: list[dict]) -> str:
+    """A page to look at before training: counts, the ledger, a few rows of each file as they will be read."""
+    lines = ["# Prepared data", "", "```", summary(stages, ledger), "```", ""]
+    for stage, parts in stages.items():
+        for part, rows in parts.items():
+            if rows:
+                lines += [f"## {stage}/{part}: {len(rows)} rows", ""]
+            for row in rows[:_PREVIEW_ROWS]:
+                text = "\n".join(_render(name, value) for name, value in row.items())
+                text = text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + f" ... ({len(text)} characters)"
+                fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+                lines += [fence, text, fence, ""]
+    return "\n".join(lines)
+
+
+def _render(name: str, value) -> str:
+    if name in _CONVERSATION:
+        return "\n".join(f"[{name}] {m['role']}: {m['content']}" for m in value)
+    return f"[{name}] {value}"
+
+
+def next_command(folder: str, stages: dict, is_tiny: bool) -> str:
+    """What to run next with these data."""
+    model = f"{folder}/base_model" if is_tiny else "MODEL"
+    if stages.get("sft", {}).get("train"):
+        return f"next: python step1_sft/train.py --model {model} --data {folder} --output_dir models/sft"
+    if stages.get("preference", {}).get("train"):
+        return f"next: python step2_reward/train.py --model {model} --data {folder} --output_dir models/reward"
+    if stages.get("prompts", {}).get("train"):
+        return f"next: python step3_rlhf/train.py --actor models/sft --critic models/reward --data {folder}"
+    return (
+        f"next: these rows are for a stage beside others (pretraining text, or evaluation); look at {folder}/preview.md"
+    )
+
+
+def _read_manifest(folder: Path) -> dict | None:
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove the folder and prepare again") from error
+    is_ours = isinstance(manifest, dict) and {"format_version", "hash", "args", "sources", "files"} <= manifest.keys()
+    if not is_ours:
+        raise UserError(f"{path} is not from this program; choose a new --output_dir")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {manifest['format_version']}, this program writes {FORMAT_VERSION}")
+    return manifest
+
+
+def _verify(folder: Path, manifest: dict) -> None:
+    for name, digest in manifest["files"].items():
+        if not (folder / name).is_file() or checkpoint.hash_file(folder / name) != digest:
+            raise UserError(
+                f"{folder / name} is missing or was changed since it was prepared; add --overwrite to make it again"
+            )
+    if (folder / "base_model").is_dir():
+        checkpoint.verify(folder / "base_model")
+
+
+def _hash_code() -> str:
+    here = Path(__file__).resolve().parent
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))).hexdigest()
+
+
+def _show(value) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

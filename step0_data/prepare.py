@@ -1,0 +1,121 @@
+"""Step 0: prepare data. Turns a source into the files that steps 1 to 3 read, and shows what became of every row.
+
+Reads   --dataset: `tiny` (built in), or local json / jsonl / csv / parquet / arrow files or folders, or hub names.
+Writes  OUTPUT_DIR/{sft,preference,prompts,pretrain}/{train,eval}.parquet (those that have rows), manifest.json,
+        preview.md; for the tiny set also base_model/, an untrained model with its tokenizer.
+Run     python step0_data/prepare.py --dataset tiny --output_dir data
+        python step0_data/prepare.py --dataset pairs.jsonl more.parquet --split 2,4,4 --output_dir data
+Left out: tokens (each stage owns its tokenizer), near-duplicate search, filters by quality or language.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import cli  # noqa: E402
+from common.errors import UserError  # noqa: E402
+from step0_data import formats, output, split, toy  # noqa: E402
+
+
+def parse_args(argv=None):
+    # fmt: off
+    aliases = {"--dataset_name": "--dataset", "--data_path": "--dataset", "--data": "--dataset", "--data_split": "--split", "--max_samples": "--max_rows"}
+    parser = cli.Parser(__doc__, aliases=aliases)
+    group = parser.add_argument_group("source")
+    group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG][@SPLIT])")
+    group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source (tiny: of each file written); 0: all")
+    group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or set it aside and count it")
+    cli.add_switch(group, "--drop_duplicates", False, "set aside rows that repeat an earlier one; they are counted either way")
+    group = parser.add_argument_group("who gets which row (files and hub; the tiny set has its own split)")
+    group.add_argument("--split", type=_shares, default="2,4,4", metavar="S,P,R", help="shares of sft, preference and prompts in the rows that can serve several")
+    group.add_argument("--stages", nargs="+", default=None, choices=formats.STAGES, help="feed only these stages; default: what each form of row feeds")
+    group.add_argument("--eval_fraction", type=_fraction, default=0.05, help="share of prompts kept for evaluation, in every stage")
+    group = parser.add_argument_group("run")
+    group.add_argument("--output_dir", default="data", metavar="DIR", help="where the data go")
+    cli.add_switch(group, "--overwrite", False, "replace prepared data that are in --output_dir")
+    group.add_argument("--seed", type=int, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
+    cli.add_switch(group, "--shuffle_preferences", False, "negative control: a coin decides which answer of each pair is chosen")
+    # fmt: on
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    is_tiny = args.dataset == ["tiny"]
+    if "tiny" in args.dataset and not is_tiny:
+        raise UserError(
+            "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
+        )
+
+    # 1. Look at what is there. The same request on the same files is done already; anything else is not overwritten.
+    settings = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("output_dir", "overwrite", "config", "local_rank")
+    }
+    inputs = {} if is_tiny else split.hash_inputs(args.dataset)
+    folder = output.OutputFolder(args.output_dir, settings, inputs, overwrite=args.overwrite)
+    if folder.already_done:
+        print(f"{args.output_dir}: already done, with the same settings on the same files")
+        print(output.next_command(args.output_dir, folder.manifest["stages"], is_tiny))
+        return
+    print(f"writing to {args.output_dir}")
+
+    # 2. Make or read the rows of every stage; each row read is in a stage or in the ledger.
+    if is_tiny:
+        stages, ledger = toy.make_tiny(args.seed), []
+        if args.max_rows:
+            stages = {
+                stage: {part: rows[: args.max_rows] for part, rows in parts.items()} for stage, parts in stages.items()
+            }
+    else:
+        rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
+        stages, ledger = split.collect(
+            args.dataset, rule, args.max_rows, args.on_bad_row == "skip", args.drop_duplicates
+        )
+
+    # 3. The negative control: preferences that say nothing.
+    if args.shuffle_preferences:
+        for part, rows in stages.get("preference", {}).items():
+            swapped = split.shuffle_preferences(rows, f"{args.seed}/{part}")
+            print(
+                f"negative control: chosen and rejected swapped in {swapped} of {len(rows)} pairs of preference/{part}"
+            )
+
+    # 4. Write all of it under a temporary name, then move it in; manifest.json comes last.
+    with folder.staging() as staging:
+        output.write_stages(staging, stages)
+        if is_tiny:
+            from step0_data import tiny_model
+
+            tiny_model.write_base_model(
+                staging / "base_model", tiny_model.tokenizer_texts(toy.make_tiny(args.seed)), args.seed
+            )
+        folder.write_manifest(staging, stages, ledger)
+
+    # 5. What came out, and what to do next.
+    print(output.summary(stages, ledger))
+    if is_tiny:
+        accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
+        print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
+    counts = {stage: {part: len(rows) for part, rows in parts.items()} for stage, parts in stages.items()}
+    print(output.next_command(args.output_dir, counts, is_tiny))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    shares = tuple(float(part) for part in text.split(","))
+    if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not three shares of at least 0, such as 2,4,4")
+    return shares
+
+
+def _fraction(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
+    return float(text)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
