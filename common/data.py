@@ -47,7 +47,7 @@ class DataFiles:
     notes: tuple[str, ...] = ()
 
     def record(self) -> dict[str, str | None]:
-        """What `stage.json` keeps. Later stages find their data by the step-0 root; one bare file leads them nowhere."""
+        """What `stage.json` keeps. Later stages find their data by the step-0 root; a bare file leads nowhere."""
         root = str(self.root.resolve()) if self.root else None
         return {"path": root, "train": str(self.train.resolve()), "hash": self.hash}
 

@@ -205,7 +205,7 @@ class FrozenModel:
 def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
     """The learning rate of 0-based optimizer step `step`, as a share of the peak.
 
-    Linear warm-up that is above zero from the first step, then constant, linear or a half cosine down to `min_lr_ratio`.
+    Linear warm-up, above zero from the first step on; then constant, linear or half a cosine down to `min_lr_ratio`.
     """
     warmup = optim.warmup_steps * total_steps if optim.warmup_steps < 1 else optim.warmup_steps
     if step < warmup:

@@ -151,7 +151,10 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, params: SamplingParams) ->
         kept = _truncate(scaled, params.top_k, params.top_p)
         # fp64: in fp32 a running sum over a large vocabulary swallows rare tokens.
         cumulative = torch.softmax(kept, -1).cumsum(-1, dtype=torch.float64)
-        target = noise.to(cumulative)[:, None] * cumulative[:, -1:]
+        total = cumulative[:, -1:]
+        # Strictly below the total, also where the product rounds up to it: what lies beyond has no probability.
+        target = torch.minimum(noise.to(cumulative)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+        # The clamp is for NaN logits only: their log-prob is NaN too, and the trainer stops on it.
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
     return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - log_normaliser
 

@@ -2,7 +2,7 @@
 
 `native` (default) decodes with `generation.generate`. Under ZeRO 0-2 it uses the training module itself; under ZeRO-3
 it gathers every weight once per rollout phase into a plain copy, instead of once per layer and token, and frees the
-copy afterwards. `hybrid` is DeepSpeed's hybrid engine, taken only where it can run and its greedy tokens equal native's.
+copy afterwards. `hybrid` is DeepSpeed's hybrid engine, taken only where it runs and its greedy tokens equal native's.
 """
 
 import contextlib

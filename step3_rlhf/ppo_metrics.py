@@ -88,7 +88,7 @@ def check_sampler(step: int, experience: Experience, exact: bool, say: Callable[
         FloatingPointError: `exact` (fp32) and they differ.
     """
     gap = (experience.rollout_logprobs - experience.logprobs).abs().where(experience.mask, 0)
-    if exact and gap.max() > FP32_TOLERANCE:
+    if exact and not gap.max() <= FP32_TOLERANCE:  # NaN fails too
         row = int(gap.amax(1).argmax())
         raise FloatingPointError(
             f"step {step}, response {row}: the sampler's log-probs differ from the trainer's by up to {gap.max():.2e} "
