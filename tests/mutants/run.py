@@ -142,9 +142,9 @@ def print_table(results: list[Result]) -> None:
 def main(names: list[str]) -> int:
     mutants = [Mutant(**entry) for entry in yaml.safe_load((Path(__file__).parent / "mutants.yaml").read_text())]
     known = [mutant.name for mutant in mutants]
-    twice, unknown = {name for name in known if known.count(name) > 1}, set(names) - set(known)
-    if twice or unknown:
-        print(f"error: mutants named twice: {sorted(twice)}; unknown names: {sorted(unknown)}", file=sys.stderr)
+    assert len(set(known)) == len(known), "two mutants share a name"
+    if unknown := set(names) - set(known):
+        print(f"error: no mutant is called {', '.join(sorted(unknown))}; names: {', '.join(known)}", file=sys.stderr)
         return 2
     mutants = [mutant for mutant in mutants if not names or mutant.name in names]
     start = time.monotonic()
