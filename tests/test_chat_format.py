@@ -12,6 +12,7 @@ import pytest
 import small_tokenizers as small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from common import chat_format as cf
 from common.errors import UserError
@@ -224,6 +225,33 @@ def test_a_turn_end_after_a_space():
         "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}",
     )
     assert cf.encode_conversation(tok, turns("Hi", "Yo")) == by_hand(tok, "[INST] Hi [/INST]", "+ Yo ", "+</s>")
+
+
+def swallowing():
+    """As Phi 3's: the turn tokens take the white space after them with them, so "<|im_end|>\\n" is one token."""
+    tok = small.qwen_like()
+    swallow = [AddedToken(name, rstrip=True, special=True) for name in ("<|im_start|>", "<|im_end|>")]
+    tok.add_special_tokens({"additional_special_tokens": swallow})
+    return tok
+
+
+def test_white_space_that_a_turn_token_swallows():
+    tok = swallowing()
+    messages = turns("Hi", "Yo", "Hm", "Ah", system="S")
+    ids, _ = cf.encode_conversation(tok, messages)
+    assert ids == cf._tokens(tok, tok.apply_chat_template(messages, tokenize=False))
+    # On its own, the newline between "Yo<|im_end|>" and the next turn would have been a token.
+    assert "Yo<|im_end|><|im_start|>user\nHm<|im_end|>" in tok.decode(ids)
+
+
+def test_a_later_answer_is_tokenised_as_the_first():
+    tok = swallowing()
+    tok.chat_template = (  # no turn end: it exists as an id only
+        "{% for m in messages %}{{ '<|im_start|>' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    )
+    ids, mask = cf.encode_conversation(tok, turns("Hi", "\nYo", "Hm", "\nYo"))
+    assert runs(tok, ids, mask) == ["Yo<|endoftext|>"] * 2
 
 
 THINK_PROMPT = (
@@ -492,7 +520,7 @@ def test_pad_is_moved_off_the_eos_to_a_reserved_token():
 
 def test_the_first_reserved_token_by_id_is_taken_and_the_turn_end_is_not():
     tok = small.characters()
-    names = [f"<|reserved_special_token_{i}|>" for i in (10, 2)]
+    names = [f"<|reserved_special_token_{i}|>" for i in (7, 2, 10)]
     tok.add_special_tokens({"additional_special_tokens": names})
     tok.eos_token = names[0]  # as a tokenizer that ends its turns in a reserved token
     cf.ensure_template(tok, "human-assistant")

@@ -152,11 +152,14 @@ def test_locate_errors(root, tmp_path):
 
 def test_data_is_inherited_from_the_parent_model(root):
     record = {"data": data.locate(root, "sft").record()}
-    assert record["data"] == {"path": str(root), "hash": "whole"}
+    assert record["data"] == {"path": str(root), "train": str(root / "sft" / "train.parquet"), "hash": "whole"}
     files = data.locate_or_inherit(None, record, "prompts")
     assert files.train == root / "prompts" / "train.parquet" and str(root) in files.notes[-1]
     assert data.locate_or_inherit(str(root / "sft"), record, "sft").notes == ()
-    for parent in (None, {"data": None}):
+    bare = write(root.parent / "mine" / "rows.parquet", ROWS["sft"])
+    of_a_bare_file = {"data": data.locate(bare, "sft").record()}
+    assert of_a_bare_file["data"]["train"] == str(bare)
+    for parent in (None, {"data": None}, of_a_bare_file):
         with pytest.raises(UserError, match="--data is missing and the parent model records none"):
             data.locate_or_inherit(None, parent, "prompts")
     write(root / "prompts" / "train.parquet", ROWS["prompts"] * 2)
