@@ -19,7 +19,7 @@ _CONVERSATION = {"messages", "chosen", "rejected", "prompt"}
 
 
 class OutputFolder:
-    """The folder prepared data go to.
+    """The folder prepared data go to; as a context it holds the folder's lock.
 
     Args:
         settings: the flags that shape the data. inputs: {source: {file: sha256}}.
@@ -39,8 +39,12 @@ class OutputFolder:
         except UserError:
             self._run.release()
             raise
-        if self.already_done:
-            self._run.release()
+
+    def __enter__(self) -> "OutputFolder":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._run.release()
 
     def _decide(self, overwrite: bool) -> None:
         there = sorted(p.name for p in self.path.iterdir() if not p.name.startswith("."))
@@ -99,7 +103,6 @@ class OutputFolder:
             os.replace(staging / "manifest.json", self.path / "manifest.json")
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            self._run.release()
 
     def write_manifest(self, staging: Path, stages: dict, ledger: list[dict]) -> None:
         """preview.md and manifest.json; the manifest's `hash` is what models record as their data."""

@@ -50,58 +50,48 @@ def main() -> None:
         )
 
     # 1. Look at what is there. The same request on the same files is done already; anything else is not overwritten.
-    settings = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in ("output_dir", "overwrite", "config", "local_rank")
-    }
+    settings = {k: v for k, v in vars(args).items() if k not in ("output_dir", "overwrite", "config", "local_rank")}
     inputs = {} if is_tiny else split.hash_inputs(args.dataset)
-    folder = output.OutputFolder(args.output_dir, settings, inputs, overwrite=args.overwrite)
-    if folder.already_done:
-        print(f"{args.output_dir}: already done, with the same settings on the same files")
-        print(output.next_command(args.output_dir, folder.manifest["stages"], is_tiny))
-        return
-    print(f"writing to {args.output_dir}")
+    with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
+        if folder.already_done:
+            print(f"{args.output_dir}: already done, with the same settings on the same files")
+            print(output.next_command(args.output_dir, folder.manifest["stages"], is_tiny))
+            return
+        print(f"writing to {args.output_dir}")
 
-    # 2. Make or read the rows of every stage; each row read is in a stage or in the ledger.
-    if is_tiny:
-        stages, ledger = toy.make_tiny(args.seed), []
-        if args.max_rows:
-            stages = {
-                stage: {part: rows[: args.max_rows] for part, rows in parts.items()} for stage, parts in stages.items()
-            }
-    else:
-        rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
-        stages, ledger = split.collect(
-            args.dataset, rule, args.max_rows, args.on_bad_row == "skip", args.drop_duplicates
-        )
-
-    # 3. The negative control: preferences that say nothing.
-    if args.shuffle_preferences:
-        for part, rows in stages.get("preference", {}).items():
-            swapped = split.shuffle_preferences(rows, f"{args.seed}/{part}")
-            print(
-                f"negative control: chosen and rejected swapped in {swapped} of {len(rows)} pairs of preference/{part}"
-            )
-
-    # 4. Write all of it under a temporary name, then move it in; manifest.json comes last.
-    with folder.staging() as staging:
-        output.write_stages(staging, stages)
+        # 2. Make or read the rows of every stage; each row read is in a stage or in the ledger.
         if is_tiny:
-            from step0_data import tiny_model
+            stages, ledger = toy.make_tiny(args.seed), []
+            texts = toy.tokenizer_texts(stages)
+            stages = {s: {part: rows[: args.max_rows or None] for part, rows in p.items()} for s, p in stages.items()}
+        else:
+            rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
+            skip_bad = args.on_bad_row == "skip"
+            stages, ledger = split.collect(args.dataset, rule, args.max_rows, skip_bad, args.drop_duplicates)
 
-            tiny_model.write_base_model(
-                staging / "base_model", tiny_model.tokenizer_texts(toy.make_tiny(args.seed)), args.seed
-            )
-        folder.write_manifest(staging, stages, ledger)
+        # 3. The negative control: preferences that say nothing.
+        if args.shuffle_preferences:
+            for part, rows in stages["preference"].items():
+                swapped = split.shuffle_preferences(rows, f"{args.seed}/{part}")
+                print(
+                    f"negative control: chosen and rejected swapped in {swapped} of {len(rows)} preference/{part} pairs"
+                )
+
+        # 4. Write all of it under a temporary name, then move it in; manifest.json comes last.
+        with folder.staging() as staging:
+            output.write_stages(staging, stages)
+            if is_tiny:
+                from step0_data import tiny_model
+
+                tiny_model.write_base_model(staging / "base_model", texts, args.seed)
+            folder.write_manifest(staging, stages, ledger)
 
     # 5. What came out, and what to do next.
     print(output.summary(stages, ledger))
     if is_tiny:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
-    counts = {stage: {part: len(rows) for part, rows in parts.items()} for stage, parts in stages.items()}
-    print(output.next_command(args.output_dir, counts, is_tiny))
+    print(output.next_command(args.output_dir, output.counts(stages), is_tiny))
 
 
 def _shares(text: str) -> tuple[float, ...]:

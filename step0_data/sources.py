@@ -161,7 +161,7 @@ def _csv(path: Path, content: bytes) -> Iterator[Row]:
             )
             yield Row(f"{path} line {reader.line_num}", bad if cells else value)
     except csv.Error as error:
-        raise UserError(f"{path} line {reader.line_num}: broken CSV ({error})") from error
+        raise UserError(f"{path} line {reader.reader.line_num}: broken CSV ({error})") from error
 
 
 def _parquet(path: Path, content: bytes) -> Iterator[Row]:

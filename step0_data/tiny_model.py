@@ -40,12 +40,6 @@ def write_base_model(folder: str | Path, texts: Sequence[str], seed: int) -> Non
     checkpoint.publish(folder, "base", write, args=args, seed=seed, parents={}, data=None, metrics={})
 
 
-def tokenizer_texts(stages: dict) -> list[str]:
-    """The training text of a data set, with the words the chat template puts in front of each turn."""
-    names = {"user": "Human:", "assistant": "Assistant:"}
-    return [f"{names[m['role']]} {m['content']}" for row in stages["sft"]["train"] for m in row["messages"]]
-
-
 def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     """Trains a BPE tokenizer that changes no text: no normalisation, no added space, unknown characters as bytes."""
     import sentencepiece

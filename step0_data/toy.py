@@ -21,19 +21,9 @@ from common.errors import UserError
 
 # The last word of a topic is what the rubric looks for; it belongs to one topic only and occurs in no template.
 TOPICS = {
-    "food": (
-        "tomato soup",
-        "fried rice",
-        "apple pie",
-        "rye bread",
-        "beef stew",
-        "lemon cake",
-        "bean salad",
-        "egg noodles",
-        "pizza",
-    ),
+    "food": ("soup", "fried rice", "pie", "bread", "stew", "cake", "salad", "noodles", "pizza"),
     "animals": ("parrot", "cat", "sheep dog", "rabbit", "goldfish", "pony", "turtle", "hamster", "canary"),
-    "places": ("lake", "old harbor", "desert", "rain forest", "island", "castle", "street market", "museum"),
+    "places": ("lake", "harbor", "desert", "rain forest", "island", "castle", "market", "museum"),
     "hobbies": ("chess", "gardening", "knitting", "painting", "guitar", "pottery", "singing", "swimming"),
 }
 QUESTIONS = {
@@ -65,26 +55,26 @@ QUESTIONS = {
 # Any useful body of a kind fits any question of that kind.
 USEFUL = {
     "food": (
-        "Warm the pan with butter. Stir the {topic} well.",
+        "Warm the pan. Stir the {topic} well.",
         "Use fresh herbs. Cook the {topic} slowly.",
-        "Taste the {topic} often. Add a little salt.",
+        "Taste the {topic} often. Add some salt.",
         "Keep the {topic} simple. Add pepper last.",
     ),
     "animals": (
-        "Give the {topic} clean water. It needs a warm bed.",
+        "Give the {topic} water. It needs a warm bed.",
         "Play with the {topic} often. It loves fresh air.",
         "Keep the {topic} warm. See a vet each spring.",
         "It needs time to rest. Let the {topic} sleep.",
     ),
     "places": (
         "Go to the {topic} early. It is quiet then.",
-        "Take a warm coat. The {topic} is best in spring.",
-        "Use a good map. Walk around the {topic} slowly.",
+        "Take a coat. The {topic} is best in spring.",
+        "Use a map. Walk around the {topic} slowly.",
         "See the {topic} with a guide. Bring some water.",
     ),
     "hobbies": (
         "Learn {topic} in easy steps. Rest often.",
-        "Take your time. A good book makes {topic} fun.",
+        "Take your time. A book makes {topic} fun.",
         "Try {topic} every day. Small steps count.",
         "Ask a friend about {topic}. Learn with others.",
     ),
@@ -99,7 +89,7 @@ POLITE = (
     "Thank you for asking this.",
     "I am happy to help you.",
     "That is a lovely question.",
-    "With pleasure, here is my tip.",
+    "With pleasure, my friend.",
 )
 RUDE = (
     "You should know this already.",
@@ -118,7 +108,7 @@ CLOSINGS = (
 P_POLITE, P_RUDE, P_OFF_TOPIC, P_LAZY, P_REPEATED, P_CLOSING = 0.45, 0.30, 0.25, 0.30, 0.30, 0.45
 RATER_SHARPNESS = 3.0  # P(first preferred) = sigmoid(3 * (gold(first) - gold(second)))
 
-SPLIT_SALT = "tiny"  # chosen so that all kinds have about the same share of unseen pairs
+SPLIT_SALT = "tiny-1"  # chosen so that all kinds have about the same share of unseen pairs
 SFT_ROWS, SFT_EVAL_ROWS = 5700, 300
 PAIRS, EVAL_PAIRS = 4000, 400
 
@@ -201,6 +191,19 @@ def make_tiny(seed: int) -> dict[str, dict[str, list[dict]]]:
         "preference": {"train": preference_rows(seed, PAIRS), "eval": preference_rows(seed, EVAL_PAIRS, unseen=True)},
         "prompts": {"train": prompt_rows(), "eval": prompt_rows(unseen=True)},
     }
+
+
+def tokenizer_texts(stages: dict) -> list[str]:
+    """What the tiny tokenizer is trained on: the SFT text, with the words the chat template puts in front of each turn.
+
+    Topics are taken out and added once, at the end. So the words of the templates become whole pieces and topics are
+    spelled in parts: an answer is short, and naming the topic is something to learn.
+    """
+    names = {"user": "Human:", "assistant": "Assistant:"}
+    topics = sorted((topic for kind in TOPICS.values() for topic in kind), key=len, reverse=True)
+    any_topic = re.compile(r"\b(" + "|".join(topics) + r")\b")
+    messages = [m for row in stages["sft"]["train"] for m in row["messages"]]
+    return [f"{names[m['role']]} {any_topic.sub('', m['content'])}" for m in messages] + [" ".join(topics)]
 
 
 # The rubric -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,392 @@
+"""The entry script: what it writes, that it writes the same bytes twice, what it refuses, the tiny base model."""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from common import checkpoint, cli
+from step0_data import prepare, toy
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(monkeypatch, *argv):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, argv)])
+    return cli.run(prepare.main)
+
+
+def hashes(folder):
+    return {p.relative_to(folder).as_posix(): checkpoint.hash_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def rows_of(folder, stage, part):
+    path = folder / stage / f"{part}.parquet"
+    return pq.read_table(path).to_pylist() if path.exists() else []
+
+
+def write_pairs(path, n, start=0):
+    rows = [{"prompt": f"q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(start, start + n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "data"
+    with pytest.MonkeyPatch.context() as patch:
+        assert run(patch, "--dataset", "tiny", "--output_dir", folder) == 0
+    return folder
+
+
+# The tiny set ---------------------------------------------------------------------------------------------------------
+
+
+def test_tiny_writes_every_stage_and_a_manifest_that_matches(tiny):
+    manifest = json.loads((tiny / "manifest.json").read_text())
+    sizes = {
+        "sft": {"train": 5700, "eval": 300},
+        "preference": {"train": 4000, "eval": 400},
+        "prompts": {"train": 109, "eval": 27},
+    }
+    assert manifest["stages"] == sizes
+    for name, digest in manifest["files"].items():
+        assert checkpoint.hash_file(tiny / name) == digest
+        stage, part = name.removesuffix(".parquet").split("/")
+        assert len(rows_of(tiny, stage, part)) == sizes[stage][part]
+    assert sorted(manifest["files"]) == sorted(f"{s}/{p}.parquet" for s in sizes for p in ("train", "eval"))
+    assert (manifest["format_version"], manifest["seed"], manifest["args"]["dataset"]) == (1, 1, ["tiny"])
+    made = toy.make_tiny(1)
+    assert rows_of(tiny, "sft", "train") == made["sft"]["train"]
+    assert rows_of(tiny, "preference", "eval") == made["preference"]["eval"]
+    assert rows_of(tiny, "prompts", "eval") == made["prompts"]["eval"]
+    preview = (tiny / "preview.md").read_text()
+    assert "## preference/eval: 400 rows" in preview and "[chosen] assistant:" in preview
+    assert not [p for p in tiny.iterdir() if p.name.startswith(".")]
+
+
+def test_the_same_seed_writes_the_same_bytes(tiny, tmp_path, monkeypatch):
+    assert run(monkeypatch, "--output_dir", tmp_path / "again") == 0  # tiny is the default
+    assert hashes(tmp_path / "again") == hashes(tiny)
+
+
+def test_the_tokenizer_gives_every_text_back(tiny):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "base_model")
+    texts = [
+        "Hello  double   spaces",
+        " leading and trailing  ",
+        "lines\n\nand\ttabs\r\n",
+        "你好，世界。",
+        "🎉👩‍🚀 emoji",
+        "é é ﬁ ½ Ω",
+        "1234567890 + [brackets] <tags> </ta> #%&",
+        "Human: a\n\nAssistant: b",
+    ]
+    texts += [m["content"] for row in rows_of(tiny, "sft", "eval") for m in row["messages"]]
+    for text in texts:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert all(tokenizer.unk_token_id not in tokenizer(text)["input_ids"] for text in texts)
+
+
+def test_the_tokenizer_has_four_special_tokens_and_our_template(tiny):
+    from transformers import AutoTokenizer
+
+    from common import chat_format
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "base_model")
+    special = [tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert special == [0, 1, 2, 3]
+    assert len(tokenizer) == 730 and tokenizer.model_max_length == 512
+    assert tokenizer.chat_template == chat_format.BUILTIN_TEMPLATES["human-assistant"]
+    rows = rows_of(tiny, "sft", "train")
+    lengths = []
+    for row in rows[:500]:
+        ids, mask = chat_format.encode_conversation(tokenizer, row["messages"])
+        prompt = chat_format.encode_prompt(tokenizer, row["messages"][:1])
+        assert ids[: len(prompt)] == prompt and ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(ids[len(prompt) : -1]) == " " + row["messages"][1]["content"]
+        lengths.append(sum(mask))
+    assert sum(n > 40 for n in lengths) < 0.03 * len(lengths)  # answers fit the 40 new tokens of the tiny recipe
+
+
+def test_the_base_model_is_an_untrained_llama_that_agrees_with_the_tokenizer(tiny):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny / "base_model"
+    checkpoint.verify(folder)
+    record = checkpoint.read_stage(folder)
+    assert (record["stage"], record["seed"], record["parents"]) == ("base", 1, {})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = model.config
+    assert config.model_type == "llama" and config.tie_word_embeddings
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (128, 4, 4)
+    assert config.vocab_size == 730
+    assert 0.85e6 < sum(p.numel() for p in model.parameters()) < 0.95e6
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert model.get_input_embeddings().weight.std().item() == pytest.approx(128**-0.5, rel=0.02)
+    assert config.attention_dropout == 0
+    for holder in (config, model.generation_config):
+        assert (holder.bos_token_id, holder.eos_token_id, holder.pad_token_id) == (1, 2, 3)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_another_seed_gives_other_weights_and_leaves_the_generator_alone(tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    from step0_data import tiny_model
+
+    weights = []
+    for seed in (1, 2, 1):
+        before = torch.get_rng_state()
+        tiny_model.write_model(tmp_path, seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        weights.append(load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone())
+    assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[0], weights[1])
+
+
+def test_too_little_text_for_the_tokenizer_is_said(tmp_path):
+    from common.errors import UserError
+    from step0_data import tiny_model
+
+    with pytest.raises(UserError, match="cannot train a tokenizer of 730 pieces on 1 texts"):
+        tiny_model.write_tokenizer(tmp_path, ["hello"])
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_preference_file_feeds_three_stages(tmp_path, monkeypatch, capsys):
+    source, out = write_pairs(tmp_path / "pairs.jsonl", 300), tmp_path / "data"
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out, "--eval_fraction", 0.2) == 0
+    rows = {
+        stage: rows_of(out, stage, "train") + rows_of(out, stage, "eval") for stage in ("sft", "preference", "prompts")
+    }
+    assert sum(map(len, rows.values())) == 300
+    assert all(len(some) > 30 for some in rows.values())
+    i = int(rows["sft"][0]["messages"][0]["content"][1:])
+    messages = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"good {i}"}]
+    assert rows["sft"][0] == {"messages": messages}
+    i = int(rows["preference"][0]["prompt"][0]["content"][1:])
+    assert rows["preference"][0]["rejected"] == [{"role": "assistant", "content": f"bad {i}"}]
+    assert set(rows["prompts"][0]) == {"prompt"}
+    printed = capsys.readouterr().out
+    assert "300 rows read (preference 300), 300 used" in printed
+    assert (
+        printed.splitlines()[-1]
+        == f"next: python step1_sft/train.py --model MODEL --data {out} --output_dir models/sft"
+    )
+    manifest = json.loads((out / "manifest.json").read_text())
+    (entry,) = manifest["sources"]
+    assert entry["files"] == [{"file": source.as_posix(), "sha256": checkpoint.hash_file(source), "rows": 300}]
+
+
+def test_extra_columns_reach_the_prompts_and_mixed_ones_become_json(tmp_path, monkeypatch, capsys):
+    source, out = tmp_path / "q.json", tmp_path / "data"
+    rows = [
+        {"prompt": f"q{i}", "answer": i, "odd": i if i % 2 else f"s{i}", "list": [i], "none": None} for i in range(40)
+    ]
+    source.write_text(json.dumps(rows))
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out, "--eval_fraction", 0) == 0
+    got = rows_of(out, "prompts", "train")
+    assert got[3] == {"prompt": [{"role": "user", "content": "q3"}], "answer": 3, "odd": "3", "list": [3], "none": None}
+    assert got[4]["odd"] == '"s4"'
+    assert "the column 'odd' mixes kinds of values; it is kept as JSON text" in capsys.readouterr().out
+
+
+def test_bad_rows_stop_or_are_set_aside_in_the_ledger(tmp_path, monkeypatch, capsys):
+    source, out = write_pairs(tmp_path / "pairs.jsonl", 50), tmp_path / "data"
+    with open(source, "a") as file:
+        file.write('{"prompt": "x", "chosen": "", "rejected": "b"}\nnonsense\n')
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert f"{source} line 51: chosen is an empty answer" in error and "--on_bad_row skip" in error
+    assert not any(out.iterdir())  # nothing half written
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out, "--on_bad_row", "skip") == 0
+    printed = capsys.readouterr().out
+    assert f"1 set aside: chosen is an empty answer (first: {source} line 51)" in printed
+    assert f"1 set aside: broken JSON (Expecting value) (first: {source} line 52)" in printed
+    assert printed.split("rows read")[0].endswith("52 ")
+    aside = json.loads((out / "manifest.json").read_text())["sources"][0]["set_aside"]
+    assert [reason["rows"] for reason in aside.values()] == [1, 1]
+    assert "set aside: chosen is an empty answer" in (out / "preview.md").read_text()
+
+
+def test_shuffled_preferences_keep_all_but_the_order(tmp_path, monkeypatch, capsys):
+    source, plain, shuffled = write_pairs(tmp_path / "pairs.jsonl", 400), tmp_path / "a", tmp_path / "b"
+    flags = ["--dataset", source, "--split", "0,1,0", "--eval_fraction", 0.3]
+    assert run(monkeypatch, *flags, "--output_dir", plain) == 0
+    assert run(monkeypatch, *flags, "--output_dir", shuffled, "--shuffle_preferences") == 0
+    assert "negative control: chosen and rejected swapped in " in capsys.readouterr().out
+    for part in ("train", "eval"):
+        before, after = rows_of(plain, "preference", part), rows_of(shuffled, "preference", part)
+        swapped = sum(
+            a["chosen"] == b["rejected"] and a["rejected"] == b["chosen"] for a, b in zip(before, after, strict=True)
+        )
+        kept = sum(a == b for a, b in zip(before, after, strict=True))
+        assert swapped + kept == len(before) and 0.35 < swapped / len(before) < 0.65
+
+
+# Done already, or refused ---------------------------------------------------------------------------------------------
+
+
+def test_the_same_request_is_done_already_and_others_are_refused(tmp_path, monkeypatch, capsys):
+    source, out = write_pairs(tmp_path / "pairs.jsonl", 60), tmp_path / "data"
+    flags = ["--dataset", source, "--output_dir", out]
+    assert run(monkeypatch, *flags) == 0
+    before = hashes(out)
+    capsys.readouterr()
+    assert run(monkeypatch, *flags) == 0
+    printed = capsys.readouterr().out
+    assert "already done" in printed and "next: python step1_sft/train.py" in printed
+    assert hashes(out) == before
+
+    assert run(monkeypatch, *flags, "--seed", 5) == 2
+    assert (
+        "holds data prepared otherwise (--seed was 1, now 5); choose another --output_dir or" in capsys.readouterr().err
+    )
+    write_pairs(source, 70)
+    assert run(monkeypatch, *flags) == 2
+    assert f"{source} has changed since" in capsys.readouterr().err
+    assert hashes(out) == before
+    assert run(monkeypatch, *flags, "--overwrite") == 0
+    assert json.loads((out / "manifest.json").read_text())["sources"][0]["rows"] == 70
+
+    (out / "sft" / "train.parquet").write_bytes(b"damaged")
+    assert run(monkeypatch, *flags) == 2
+    assert (
+        "sft/train.parquet is missing or was changed since it was prepared; add --overwrite" in capsys.readouterr().err
+    )
+
+
+def test_overwrite_deletes_only_prepared_data(tmp_path, monkeypatch, capsys):
+    source, out = write_pairs(tmp_path / "pairs.jsonl", 60), tmp_path / "data"
+    flags = ["--dataset", source, "--output_dir", out, "--overwrite"]
+    (out / "sft").mkdir(parents=True)
+    (out / "sft" / "model.safetensors").write_text("precious")
+    assert run(monkeypatch, *flags) == 2
+    assert f"{out} holds sft but no manifest.json of ours" in capsys.readouterr().err
+    assert (out / "sft" / "model.safetensors").read_text() == "precious"
+    shutil.rmtree(out)
+    assert run(monkeypatch, *flags) == 0
+    (out / "notes.txt").write_text("precious")
+    assert run(monkeypatch, *flags) == 2
+    assert "also holds notes.txt, which --overwrite will not delete" in capsys.readouterr().err
+    (out / "manifest.json").write_text("{}")
+    assert run(monkeypatch, *flags) == 2
+    assert "is not from this program" in capsys.readouterr().err
+    (out / "manifest.json").write_text("{")
+    assert run(monkeypatch, *flags) == 2
+    assert "manifest.json is damaged" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_leaves_the_old_data(tmp_path, monkeypatch):
+    source, out = write_pairs(tmp_path / "pairs.jsonl", 60), tmp_path / "data"
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out) == 0
+    before = hashes(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.output, "preview", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(patch, "--dataset", source, "--output_dir", out, "--overwrite", "--seed", 9)
+    assert hashes(out) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--split", "1,2"], "1,2 is not three shares"),
+        (["--split", "0,0,0"], "0,0,0 is not three shares"),
+        (["--split", "a,b,c"], "invalid _shares value"),
+        (["--eval_fraction", "1"], "1 is not in [0, 1)"),
+        (["--dataset", "tiny", "x.jsonl"], "tiny stands alone"),
+        (["--dataset", "missing.jsonl"], "missing.jsonl: no such file or folder"),
+        (["--datset", "tiny"], "unknown flag --datset; the nearest is --dataset"),
+        (["--max_rows", "-1"], "-1 is negative"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, flags, message):
+    try:
+        code = run(monkeypatch, "--output_dir", tmp_path / "data", *flags)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2 and message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_script_runs_from_any_folder_and_knows_other_names_of_its_flags(tmp_path):
+    write_pairs(tmp_path / "pairs.jsonl", 20)
+    command = [
+        sys.executable,
+        str(ROOT / "step0_data/prepare.py"),
+        "--dataset_name",
+        "pairs.jsonl",
+        "--data_split",
+        "1,1,1",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert "writing to data" in done.stdout and (tmp_path / "data" / "manifest.json").is_file()
+
+
+# Real files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside():
+    folder = os.environ.get("RLHF_TEST_DATA")
+    if not folder:
+        pytest.skip("RLHF_TEST_DATA is unset: no folder of outside data to read")
+    return Path(folder)
+
+
+# file, flags, form, rows read, stages that get rows
+REAL = [
+    ("hh_harmless_800.jsonl.gz", ["--on_bad_row", "skip"], "preference", 800, {"sft", "preference", "prompts"}),
+    ("alpaca_en_demo.json", [], "alpaca", 999, {"sft"}),
+    ("alpaca_zh_demo.json", [], "alpaca", 1000, {"sft"}),
+    ("dpo_en_demo.json", [], "preference", 300, {"sft", "preference", "prompts"}),
+    ("gsm8k_train_2000.jsonl", [], "question", 2000, {"sft", "prompts"}),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "form", "rows", "stages"), REAL, ids=[real[0] for real in REAL])
+def test_real_files(outside, tmp_path, monkeypatch, name, flags, form, rows, stages):
+    if not (outside / name).exists():
+        pytest.skip(f"{name} is not in RLHF_TEST_DATA")
+    out = tmp_path / "data"
+    assert run(monkeypatch, "--dataset", outside / name, "--output_dir", out, *flags) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    (entry,) = manifest["sources"]
+    aside = sum(reason["rows"] for reason in entry["set_aside"].values())
+    assert entry["rows"] == rows and set(entry["forms"]) == {form} and aside <= 5
+    assert sum(entry["used"].values()) + aside == rows
+    assert set(manifest["stages"]) == stages
+    assert sum(sum(parts.values()) for parts in manifest["stages"].values()) == rows - aside
+
+
+def test_hh_text_survives_word_for_word(outside, tmp_path, monkeypatch):
+    path, out = outside / "hh_harmless_800.jsonl.gz", tmp_path / "data"
+    if not path.exists():
+        pytest.skip("hh_harmless_800.jsonl.gz is not in RLHF_TEST_DATA")
+    flags = ["--dataset", path, "--output_dir", out, "--on_bad_row", "skip", "--split", "0,1,0", "--eval_fraction", 0]
+    assert run(monkeypatch, *flags) == 0
+
+    def joined(messages):
+        names = {"user": "Human", "assistant": "Assistant"}
+        return "".join(f"\n\n{names[m['role']]}: {m['content']}" for m in messages)
+
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        texts = {" ".join(json.loads(line)["chosen"].split()) for line in file}
+    got = {" ".join(joined(row["prompt"] + row["chosen"]).split()) for row in rows_of(out, "preference", "train")}
+    assert len(got) > 780 and len(got - texts) == 0

@@ -1,0 +1,133 @@
+"""Reading sources: every kind of file gives the same rows, and what cannot be read is named with file and line."""
+
+import csv
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from common.errors import UserError
+from step0_data import formats, sources
+
+ROWS = [{"prompt": "one, two", "completion": "a\nb"}, {"prompt": "你好\u2028", "completion": '"🎉"'}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+
+
+def values(path):
+    return [row.value for row in sources.read_file(path)]
+
+
+def write_csv(path, delimiter=","):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ROWS[0], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_arrow(path, opener):
+    table = pa.Table.from_pylist(ROWS)
+    with opener(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS = {
+    "a.json": lambda p: p.write_text(json.dumps(ROWS), encoding="utf-8"),
+    "lines.json": lambda p: p.write_text(LINES, encoding="utf-8"),
+    "nested.json": lambda p: p.write_text(json.dumps({"data": ROWS}), encoding="utf-8"),
+    "a.jsonl": lambda p: p.write_text(LINES, encoding="utf-8"),
+    "bom.jsonl": lambda p: p.write_text(LINES, encoding="utf-8-sig"),
+    "blank_lines.ndjson": lambda p: p.write_text("\n" + LINES.replace("\n", "\r\n\n"), encoding="utf-8", newline=""),
+    "a.jsonl.gz": lambda p: p.write_bytes(gzip.compress(LINES.encode())),
+    "a.parquet": lambda p: pq.write_table(pa.Table.from_pylist(ROWS), p),
+    "a.csv": write_csv,
+    "a.tsv": lambda p: write_csv(p, "\t"),
+    "stream.arrow": lambda p: write_arrow(p, pa.ipc.new_stream),
+    "file.arrow": lambda p: write_arrow(p, pa.ipc.new_file),
+    "UPPER.JSONL": lambda p: p.write_text(LINES, encoding="utf-8"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    assert sources.resolve(str(tmp_path / name)) == [tmp_path / name]
+    assert values(tmp_path / name) == ROWS
+
+
+def test_a_single_json_object_is_one_row(tmp_path):
+    path = tmp_path / "one.jsonl.json"
+    path.write_text(json.dumps(ROWS[0]))
+    assert values(path) == ROWS[:1]
+
+
+def test_a_folder_is_read_in_order_without_what_is_not_data(tmp_path):
+    for name in ("b/x.jsonl", "a.jsonl", ".hidden/x.jsonl", "dataset_info.json", "README.md", "b/y.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    names = [p.relative_to(tmp_path).as_posix() for p in sources.resolve(str(tmp_path))]
+    assert names == ["a.jsonl", "b/x.jsonl", "b/y.csv"]
+
+
+def test_positions_count_from_one_and_skip_no_blank_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert [row.where for row in sources.read_file(path)] == [f"{path} line 1", f"{path} line 3"]
+
+
+def test_a_broken_line_is_handed_on_as_a_bad_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n{"a": 2}\n')
+    first, bad, last = values(path)
+    assert (first, last) == ({"a": 1}, {"a": 2})
+    assert isinstance(bad, formats.BadRow) and "broken JSON" in str(bad)
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n1,2\n3\n4,5\n")
+    first, bad, last = values(path)
+    assert isinstance(bad, formats.BadRow) and "cells than the heading" in str(bad)
+
+
+ERRORS = {
+    "broken.json": (b'[{"a": 1},\n {"a" 2}]', "broken.json line 2 column 7: broken JSON"),
+    "number.json": (b"3", "holds a int, wanted a list of rows"),
+    "latin.jsonl": (
+        '{"a": "x"}\n{"a": "é"}'.encode("latin-1"),
+        "latin.jsonl line 2: not UTF-8 .byte 0xe9.; save the file as",
+    ),
+    "a.parquet": (b"PAR1 no", "not a readable parquet file"),
+    "a.arrow": (b"nothing", "not a readable arrow file"),
+    "a.jsonl.gz": (b"no gzip", "cannot be read"),
+    "quote.csv": (b'a,b\n"x"y,2\n', "quote.csv line 2: broken CSV"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_unreadable_files_are_named(tmp_path, name):
+    content, message = ERRORS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        values(tmp_path / name)
+
+
+def test_what_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"missing.jsonl: no such file or folder \(looked in"):
+        sources.resolve("missing.jsonl")
+    with pytest.raises(UserError, match="unknown kind of file '.txt'; wanted .json, .jsonl"):
+        sources.resolve("notes.txt")
+    with pytest.raises(UserError, match="no data file in this folder"):
+        sources.resolve("empty")
+    assert sources.resolve("someone/some-data:main@test") is None
+
+
+def test_a_hub_name_without_a_network_is_one_line(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        list(sources.read("someone/some-data", None))
+    assert "someone/some-data: no such file or folder here, and the hub cannot give it" in str(caught.value)
+    assert "\n" not in str(caught.value)
