@@ -337,6 +337,10 @@ def test_evaluation_figures_are_what_the_samples_say(models, capsys):
         assert all(row["truncated"] == (row["length"] == 12) or row["length"] == 12 for row in mine)
     first, second = ([row for row in everything if row["model"] == str(models / name)] for name in "ab")
     assert [row["kl"] for row in first] == pytest.approx([0.0] * 20, abs=1e-5)
+    assert record["models"][1]["kl"] == pytest.approx(np.mean([row["kl"] for row in second]))
+    assert record["models"][1]["kl"] > 1, (
+        "two models that know nothing of each other; k1 under its own samples is positive"
+    )
     gaps = [b["score"] - a["score"] for a, b in zip(first, second, strict=True)]
     (found,) = record["differences"]
     assert found["score"] == pytest.approx(np.mean(gaps)) and found["score_interval"][0] <= found["score"]
@@ -352,6 +356,7 @@ def test_kl_and_reward_equal_plain_transformers(models):
     for answer, ours, theirs in zip(drawn, b.logprobs(drawn, 0.7, 4), a.logprobs(drawn, 0.7, 4), strict=True):
         assert answer["prompt_ids"] == encode_prompt(b.tokenizer, answer["prompt"])
         assert (answer["ids"][-1] in b.stop_ids) == (not answer["truncated"])
+        assert answer["response"] == b.tokenizer.decode(answer["ids"], skip_special_tokens=True).removeprefix(" ")
         whole, start = answer["prompt_ids"] + answer["ids"], len(answer["prompt_ids"])
         assert ours == pytest.approx(plain_logprob(models / "b", whole, start, 0.7), abs=1e-4)
         assert theirs == pytest.approx(plain_logprob(models / "a", whole, start, 0.7), abs=1e-4)
