@@ -15,12 +15,12 @@ Only the main process writes; on the other ranks every method does nothing.
 
 import atexit
 import importlib.util
+import io
 import json
 import math
 import os
 import re
 import sys
-import textwrap
 import time
 from collections import deque
 from pathlib import Path
@@ -310,6 +310,9 @@ class MetricsLogger:
 
 
 def _readable_sample(row: dict, width: int) -> str:
+    from rich.console import Console
+    from rich.text import Text
+
     facts = [f"step {row['step']}"] + [f"row {row['row']}"] * ("row" in row)
     facts += [f"{name} {format_value(row[name])}" for name in ("score", "kl") if name in row]
     if "length" in row:
@@ -321,8 +324,9 @@ def _readable_sample(row: dict, width: int) -> str:
             text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
         if len(text) > 800:
             text = text[:800] + f" ... ({len(text) - 800} more characters in samples.jsonl)"
-        wrapped = [part for line in text.split("\n") for part in textwrap.wrap(line, max(20, width - 15)) or [""]]
-        for i, line in enumerate(wrapped or [""]):
+        # rich knows that Chinese characters are two columns wide
+        wrapped = Text(printable(text)).wrap(Console(width=width, file=io.StringIO()), max(20, width - 15))
+        for i, line in enumerate(part.plain for part in wrapped):
             out.append(f"  {name if i == 0 else '':>10} | {line}".rstrip())
     return "\n".join(out)
 
