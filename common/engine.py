@@ -84,7 +84,7 @@ class TrainedModel:
         module = load(zero3=config if engine.zero_stage == 3 else None)
         if engine.gradient_checkpointing:
             # Non-reentrant: under ZeRO-3 the reentrant kind gathers every weight once more.
-            module.hf.gradient_checkpointing_enable({"use_reentrant": False})
+            module.hf.activation_checkpointing_enable({"use_reentrant": False})
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(
             trainable,

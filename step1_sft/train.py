@@ -57,7 +57,8 @@ def main() -> None:
     config = models.read_config(args.model_name_or_path, args.trust_remote_code)
     models.check_length(config, args.max_length, "--max_length")
     template = chat_format.ensure_template(tokenizer, args.chat_template)
-    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size)
+    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
+    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     train, report = data.tokenise_sft(tokenizer, data.read_rows(files.train), args.max_length)
     held_out, _ = (
         data.tokenise_sft(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else ([], None)
@@ -95,7 +96,6 @@ def main() -> None:
         )
         if models.grow_embeddings(hf, len(tokenizer)):
             log.say(f"embeddings: grown to {len(tokenizer)} rows, one for each token")
-        stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
         models.set_special_tokens(hf, tokenizer, stop_ids)
         return models.LanguageModel(hf)
 

@@ -61,7 +61,8 @@ def main() -> None:
     config = models.read_config(args.model_name_or_path, args.trust_remote_code)
     models.check_length(config, args.max_length, "--max_length")
     template = chat_format.ensure_template(tokenizer, args.chat_template)
-    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size)
+    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
+    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     train, report = data.tokenise_pairs(tokenizer, data.read_rows(files.train), args.max_length)
     held_out, _ = (
         data.tokenise_pairs(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else (train, None)
@@ -102,7 +103,7 @@ def main() -> None:
             seed=args.seed,
         )
         models.grow_embeddings(model.hf, len(tokenizer))
-        models.set_special_tokens(model.hf, tokenizer, chat_format.stop_ids(tokenizer))
+        models.set_special_tokens(model.hf, tokenizer, stop_ids)
         log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
         return model
 

@@ -206,12 +206,12 @@ class PPOTrainer:
             cliprange_high=ppo.cliprange if ppo.cliprange_high is None else ppo.cliprange_high,
             dual_clip=ppo.dual_clip,
         )
-        sums["policy_loss"] = policy
+        sums["policy_loss"] = policy.detach()
         entropy = masked_sum(entropy_of(logits), batch.mask) if ppo.entropy_coef else None
         divergence = None
         if ppo.kl_loss_coef:
             divergence = kl_loss(new_logprobs, batch.ref_logprobs, batch.mask, estimator=ppo.kl_loss_estimator)
-            sums["kl_loss"] = divergence
+            sums["kl_loss"] = divergence.detach()
         loss = actor_loss(
             policy,
             entropy,

@@ -78,12 +78,10 @@ class RewardModel:
 
     def _retokenise(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
         """The same conversations in this model's tokens; an answer cut by length gets no turn end here either."""
-        rows = []
-        for row, text, cut in zip(answers.rows, answers.texts, answers.rollout.truncated.tolist(), strict=True):
-            ids, _ = chat_format.encode_conversation(
-                self.tokenizer, [*row["prompt"], {"role": "assistant", "content": text}]
-            )
-            rows.append(ids[:-1] if cut else ids)
+        rows = [
+            chat_format.encode_scored(self.tokenizer, [*row["prompt"], {"role": "assistant", "content": text}], cut)
+            for row, text, cut in zip(answers.rows, answers.texts, answers.rollout.truncated.tolist(), strict=True)
+        ]
         return data.pad_right(rows, self.tokenizer.pad_token_id or 0)
 
 

@@ -193,7 +193,7 @@ def test_noise_is_a_function_of_seed_step_row_and_position():
     assert torch.equal(uniform_noise(3, 7, [9, 0], 4), noise[[2, 0], :4])
     for other in (uniform_noise(4, 7, [0], 6), uniform_noise(3, 8, [0], 6), uniform_noise(3, 7, [1], 6)):
         assert not torch.equal(other, noise[:1])
-    assert 0 <= noise.min() and noise.max() < 1
+    assert noise.min() >= 0 and noise.max() < 1
 
 
 def test_the_cache_is_preallocated_only_where_every_layer_keeps_the_whole_past(llama):
