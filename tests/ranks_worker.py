@@ -43,8 +43,9 @@ class Recorder:
 
     def generate(self, prompts, params, step, rows):
         rollout = self.sampler.generate(prompts, params, step, rows)
+        fill = {"query": params.pad_id, "response": params.pad_id}
         whole = {
-            name: distributed.gather_rows(value, RESPONSES, left=name.startswith("query"))
+            name: distributed.gather_rows(value, RESPONSES, fill.get(name, 0), left=name.startswith("query"))
             for name, value in vars(rollout).items()
         }
         self.rollouts.append({name: value.clone() for name, value in whole.items()})
@@ -69,7 +70,7 @@ def length_reward(prompts, completions, **columns):
 
 def run_ppo(folder: Path, stage: int, steps: int, replay: list | None, device) -> dict:
     tokenizer = models.load_tokenizer(folder / "actor")
-    stop_ids = chat_format.stop_ids(tokenizer)
+    stop_ids = (*chat_format.stop_ids(tokenizer), *range(100, 140))  # many, so that lengths differ
     prompts, _ = data.tokenise_prompts(
         tokenizer, [{"prompt": [{"role": "user", "content": QUESTIONS[i % 5]}]} for i in range(RESPONSES)], 200
     )
