@@ -4,6 +4,7 @@ A folder is *finished* when `stage.json` is there and the sha256 of every file i
 under a temporary name, fsynced and moved in; `stage.json` comes last, so no crash leaves a folder that looks finished.
 """
 
+import atexit
 import hashlib
 import importlib.metadata
 import json
@@ -35,6 +36,8 @@ _HOW_TO_MAKE = {
 class RunFolder:
     """An output folder held by one running job.
 
+    A job that ends before its first step, with a mistake in its command line say, leaves no folder that it made.
+
     Args:
         path: the folder; made if missing.
         finished: the files, relative to it, that mark a finished run.
@@ -44,13 +47,20 @@ class RunFolder:
         UserError: the folder holds a finished run, is a file, or another job is writing to it.
     """
 
-    def __init__(self, path: str | Path, finished: tuple[str, ...] = (STAGE_FILE,), main_process: bool = True):
+    def __init__(
+        self,
+        path: str | Path,
+        finished: tuple[str, ...] = (STAGE_FILE, f"actor/{STAGE_FILE}"),
+        main_process: bool = True,
+    ):
         self.path = Path(path)
+        for part in (self.path, *self.path.parents):
+            if part.exists() and not part.is_dir():
+                raise UserError(f"--output_dir {path}: {part} is a file; choose a folder")
         if any((self.path / name).exists() for name in finished):
             raise UserError(f"{path} holds a finished run; choose another --output_dir or remove the folder")
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"--output_dir {path} is a file; choose a folder")
         self._lock = None
+        self._is_new = not self.path.exists()
         if main_process:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(self.path / ".lock")
@@ -63,13 +73,26 @@ class RunFolder:
                     f"{path} is being written by {who}; wait for it or choose another --output_dir"
                 ) from None
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            atexit.register(self._leave)
 
     def release(self) -> None:
         """Gives the lock back (the operating system does so too when the process dies)."""
         if self._lock is not None:
+            atexit.unregister(self._leave)
             (self.path / ".lock-owner").unlink(missing_ok=True)
             self._lock.release()
             (self.path / ".lock").unlink(missing_ok=True)
+            if self._is_new and not any(self.path.iterdir()):
+                self.path.rmdir()
+
+    def _leave(self) -> None:
+        """At exit of a run that did not come to its end."""
+        metrics = self.path / "metrics.jsonl"
+        if self._is_new and not (metrics.exists() and metrics.stat().st_size):
+            self._lock.release()
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            self.release()
 
 
 def publish(
@@ -95,8 +118,9 @@ def publish(
     assert stage in STAGES, stage
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(".staging-*"):
+        shutil.rmtree(stale)  # of a run that was killed: only one job at a time writes here
     staging = folder / f".staging-{os.getpid()}"
-    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
         write(staging)
@@ -140,10 +164,9 @@ def read_stage(folder: str | Path) -> dict | None:
         record = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid json ({error}); the folder is damaged, make it again") from error
-    if record.get("format_version") != FORMAT_VERSION:
-        raise UserError(
-            f"{path} has format version {record.get('format_version')}, this program reads {FORMAT_VERSION}"
-        )
+    version = record.get("format_version") if isinstance(record, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
     return record
 
 

@@ -32,9 +32,9 @@ class OutputFolder:
         self.path, self.settings, self.inputs = Path(path), settings, inputs
         self.code = _hash_code()
         self._run = checkpoint.RunFolder(path, finished=())
-        self.manifest = _read_manifest(self.path)
         self.already_done = False
         try:
+            self.manifest = _read_manifest(self.path)
             self._decide(overwrite)
         except UserError:
             self._run.release()

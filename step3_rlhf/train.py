@@ -159,7 +159,7 @@ def main() -> None:
     epochs = None if args.max_steps else args.num_train_epochs
     total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
     optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
-    run = checkpoint.RunFolder(args.output_dir, finished=("actor/stage.json",), main_process=distributed.is_main())
+    run = checkpoint.RunFolder(args.output_dir, main_process=distributed.is_main())
     log = metrics.MetricsLogger(
         run.path,
         total_steps=total_steps,
