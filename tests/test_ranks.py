@@ -1,5 +1,6 @@
-"""1, 2 and 3 ranks under ZeRO 0 and 3 are the same run: tokens, losses, gradients, metrics. Sizes that nothing divides."""
+"""1, 2 and 3 ranks under ZeRO 0 and 3 are the same run: tokens, losses, gradients, metrics; with a committed curve."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from small_models import save_llama, save_reward
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("ranks_worker.py")
+CURVE = Path(__file__).with_name("reference_curve.json")
 
 
 def launch(ranks: int, *arguments) -> None:
@@ -31,7 +33,7 @@ def launch(ranks: int, *arguments) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What the worker wrote, by (ranks, stage); all are compared with one rank at stage 0, whose responses are fed to all."""
+    """What the worker wrote, by (ranks, stage). One rank at stage 0 is the measure; its responses are fed to all."""
     folder = tmp_path_factory.mktemp("ranks")
     save_llama(folder / "actor")
     save_reward(folder / "reward")
@@ -80,6 +82,16 @@ def test_three_steps_on_the_same_rollouts_have_the_same_metrics(results, other):
 def test_supervised_steps_have_the_same_metrics(results, other):
     assert len(results[other]["sft"]) == 3 and "eval_loss" in results[other]["sft"][0]
     compare(results[1, 0]["sft"], results[other]["sft"], 1e-5)
+
+
+def test_a_fixed_seed_reproduces_the_committed_curve(results):
+    """A refactor leaves these numbers alone. RLHF_WRITE_CURVE=1 rewrites them, for a change meant to move them."""
+    seen = {"ppo": results[1, 0]["replayed"]["metrics"], "sft": results[1, 0]["sft"]}
+    if os.environ.get("RLHF_WRITE_CURVE"):
+        CURVE.write_text(json.dumps(seen, indent=1) + "\n")
+    expected = json.loads(CURVE.read_text())
+    for name, curve in expected.items():
+        compare(curve, seen[name], 1e-4)
 
 
 def compare(ours: list[dict], theirs: list[dict], tolerance: float) -> None:
