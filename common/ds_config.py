@@ -86,8 +86,11 @@ def merge(ours: dict, theirs: dict) -> dict:
     """Lays a user's DeepSpeed json over ours. "auto" means "as the flags say", as in the HF Trainer.
 
     Raises:
-        ValueError: a key that a flag decides is set to another value; names the key, both values and the flag.
+        ValueError: a key that a flag decides is set to another value; names the key, both values and the flag. Or the
+            file does not have the form of a DeepSpeed json.
     """
+    if not isinstance(theirs, dict):
+        raise ValueError(f"--ds_config holds a {type(theirs).__name__}, wanted a json object")
     for key, flag in _OURS_ALONE.items():
         if key in theirs and not _is_auto(theirs[key]):
             raise ValueError(f'--ds_config sets {key!r}, which {flag} decides; remove it or write "auto"')
@@ -119,6 +122,8 @@ def _look_up(config: dict, path: tuple[str, ...]):
 def _lay_over(ours: dict, theirs: dict) -> dict:
     merged = dict(ours)
     for key, value in theirs.items():
+        if isinstance(ours.get(key), dict) and not isinstance(value, dict) and not _is_auto(value):
+            raise ValueError(f"--ds_config has {key} {value!r}, wanted a json object")
         if not _is_auto(value):
             merged[key] = _lay_over(ours.get(key, {}), value) if isinstance(value, dict) else value
     return merged
