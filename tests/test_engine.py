@@ -1,0 +1,347 @@
+"""The optimizer step of every stage: equal to a plain float64 loop under each ZeRO stage, however the rows are cut."""
+
+import copy
+import json
+import math
+
+import one_rank
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common import ds_config, engine
+from common.engine import Engine, FrozenModel, Optim, TrainedModel, lr_factor
+from common.errors import UserError
+from common.models import DTYPES, LanguageModel
+
+# DeepSpeed calls what torch is about to rename.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+VOCAB, STEPS = 29, 5
+STAGES = [0, 1, 2, 3]
+OPTIM = Optim(
+    learning_rate=3e-3, lr_scheduler_type="cosine", min_lr_ratio=0.1, warmup_steps=2, weight_decay=0.1,
+    adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-6, max_grad_norm=2.5,
+)  # fmt: skip
+# What the flags above ask for, worked out by hand: two steps of warm-up over 3, then half a cosine from 3e-3 to 3e-4.
+RATES = [1e-3, 2e-3, 3e-3, 3e-4 + 2.7e-3 * 0.75, 3e-4 + 2.7e-3 * 0.25]
+
+
+def changed(options: Optim, **changes) -> Optim:
+    return Optim(**(vars(options) | changes))
+
+
+def plain_model() -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def trained(stage: int, optim: Optim = OPTIM, dtype: str = "fp32", **options) -> TrainedModel:
+    flags = {"offload_optimizer": False, "offload_param": False, "gradient_checkpointing": False, "ds_config": None}
+    device = one_rank.start()
+
+    def load(zero3):
+        assert (zero3 is not None) == (stage == 3)
+        return LanguageModel(plain_model().to(DTYPES[dtype]))
+
+    return TrainedModel(load, optim, Engine(dtype, stage, **(flags | options)), STEPS, device)
+
+
+def rows_of(step: int) -> list[torch.Tensor]:
+    """Rows of different lengths, so that a mean of means is not the mean."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in (9, 3, 6, 4, 8, 2)]
+
+
+def batch_of(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = row, True
+    return ids, mask
+
+
+def train(model: TrainedModel, cuts: list[int], steps: int = STEPS) -> list[engine.StepResult]:
+    """Next-token training in micro-batches of these sizes, each loss a sum over its tokens by the step's count."""
+    results = []
+    for step in range(steps):
+        rows = rows_of(step)
+        assert sum(cuts) == len(rows)
+        micro, start = [], 0
+        for size in cuts:
+            micro.append(batch_of(rows[start : start + size]))
+            start += size
+        count = sum(len(row) - 1 for row in rows)
+
+        def share(batch, count=count):
+            ids, mask = batch
+            logits, counts = model(ids, mask)[:, :-1], mask[:, 1:]
+            losses = cross_entropy(logits[counts].float(), ids[:, 1:][counts], reduction="sum")
+            return losses / count, {"tokens": counts.sum()}
+
+        results.append(model.train_step(micro, share, step + 1))
+        assert results[-1].sums["tokens"] == count
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses, gradient norms, rates and final weights of the definition in float64: one batch, torch's AdamW."""
+    model = plain_model().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        rows = rows_of(step)
+        loss = sum(cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in rows)
+        loss = loss / sum(len(row) - 1 for row in rows)
+        loss.backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad *= min(1.0, 2.5 / norm)
+        optimizer.param_groups[0]["lr"] = RATES[step]
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm)
+    assert min(norms) < 2.5 < max(norms), f"clipping should act in some steps and not in others: {norms}"
+    return losses, norms, model.state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_five_steps_equal_a_plain_float64_loop(stage, expected):
+    losses, norms, weights = expected
+    model = trained(stage)
+    results = train(model, [3, 1, 2])
+    assert [r.sums["loss"] for r in results] == pytest.approx(losses, abs=1e-5)
+    assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-5)
+    assert [r.learning_rate for r in results] == pytest.approx(RATES, rel=1e-9)
+    state = model.state()
+    assert state.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(state[name].double(), value, atol=1e-5, rtol=0, msg=name)
+    start = plain_model().state_dict()
+    assert max(float((state[name] - value).abs().max()) for name, value in start.items()) > 5e-3
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_how_rows_are_cut_into_micro_batches_changes_nothing(stage):
+    states, norms = [], []
+    for cuts in ([6], [1] * 6, [2, 4]):
+        model = trained(stage)
+        norms.append([result.grad_norm for result in train(model, cuts, steps=3)])
+        states.append(model.state())
+    for other, other_norms in zip(states[1:], norms[1:], strict=True):
+        assert other_norms == pytest.approx(norms[0], rel=1e-5)
+        for name, value in states[0].items():
+            torch.testing.assert_close(other[name], value, atol=2e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradient_checkpointing_changes_nothing_but_runs_every_layer_twice(stage):
+    models, results, forwards = [trained(stage), trained(stage, gradient_checkpointing=True)], [], []
+    for model in models:
+        calls = []
+        model.module.hf.model.layers[1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        results.append([result.sums for result in train(model, [3, 3], steps=2)])
+        forwards.append(len(calls))
+    assert forwards == [4, 8]
+    assert results[0] == results[1]
+    states = [model.state() for model in models]
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(1, (True, False)), (3, (True, True))])
+def test_offload_changes_nothing(stage, offload, expected):
+    model = trained(stage, offload_optimizer=offload[0], offload_param=offload[1])
+    train(model, [3, 3])
+    for name, value in model.state().items():
+        torch.testing.assert_close(value.double(), expected[2][name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_bf16_trains(stage):
+    options = changed(OPTIM, lr_scheduler_type="constant", learning_rate=1e-2)
+    model = trained(stage, options, dtype="bf16")
+    results = [result for _ in range(6) for result in train(model, [3, 3], steps=1)]  # the same rows again and again
+    assert results[-1].sums["loss"] < 0.7 * results[0].sums["loss"]
+    assert all(0 < result.grad_norm < 100 for result in results)
+    assert all(value.dtype == torch.bfloat16 for value in model.state().values())
+
+
+# ---- what stops a run
+
+
+@pytest.mark.parametrize("bad_batch", [0, 1])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_is_not_finite_stops_before_the_update(stage, bad_batch):
+    model = trained(stage)
+    train(model, [6], steps=1)
+    before = copy.deepcopy(model.state())
+    micro = [batch_of(rows_of(1)[:3]), batch_of(rows_of(1)[3:])]
+    calls = []
+
+    def share(batch):
+        calls.append(batch)
+        return model(*batch).mean() * (math.nan if len(calls) - 1 == bad_batch else 1.0), {}
+
+    with pytest.raises(FloatingPointError, match="step 7: the loss is nan; stopped before the update"):
+        model.train_step(micro, share, 7)
+    after = model.state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_is_not_finite_stops_the_run(stage):
+    model = trained(stage)
+
+    def share(batch):
+        return (0 * model(*batch)).sum().abs().sqrt(), {}  # 0, with the gradient 0 * inf
+
+    with pytest.raises(FloatingPointError, match=r"step 3: the gradient norm is (nan|inf) though the loss is 0\.0"):
+        model.train_step([batch_of(rows_of(0))], share, 3)
+
+
+# ---- the schedule
+
+
+@pytest.mark.parametrize(
+    ("changes", "total", "factors"),
+    [
+        ({"lr_scheduler_type": "constant", "warmup_steps": 0}, 4, [1, 1, 1, 1]),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 0, "min_lr_ratio": 0.0}, 4, [1, 0.75, 0.5, 0.25, 0]),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 0, "min_lr_ratio": 0.2}, 4, [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 0.5, "min_lr_ratio": 0.0}, 4, [1 / 3, 2 / 3, 1, 0.5]),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.0}, 5, [0.5, 1, None, 0.5, None, 0]),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, 3, [0.25, 0.5, 0.75, 1]),
+    ],
+)
+def test_learning_rates_by_hand(changes, total, factors):
+    options = changed(OPTIM, **changes)
+    for step, factor in enumerate(factors):
+        if factor is not None:
+            assert lr_factor(step, total, options) == pytest.approx(factor, abs=1e-12), step
+
+
+def test_the_first_update_moves_every_weight_by_the_learning_rate():
+    """Adam's first step is lr * sign(gradient) where the gradient is large against epsilon."""
+    options = changed(OPTIM, warmup_steps=0, weight_decay=0.0, max_grad_norm=0.0, adam_epsilon=1e-12)
+    model = trained(0, options)
+    before = copy.deepcopy(model.state())
+    train(model, [6], steps=1)
+    moves = torch.cat([(value - before[name]).abs().flatten() for name, value in model.state().items()])
+    moved = moves[moves > 0]
+    assert float(moved.median()) == pytest.approx(3e-3, rel=1e-3) and float(moved.max()) < 3e-3 * 1.001
+
+
+# ---- a user's DeepSpeed file
+
+
+def test_a_users_file_is_merged_and_changes_only_what_it_says(tmp_path, expected):
+    path = tmp_path / "ds.json"
+    theirs = {
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000},
+        "train_batch_size": "auto",
+        "gradient_clipping": 2.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "bf16": {"enabled": "auto"},
+    }
+    path.write_text(json.dumps(theirs))
+    model = trained(2, ds_config=str(path))
+    assert model.engine.config["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert model.engine.zero_optimization_stage() == 2
+    train(model, [6])
+    for name, value in model.state().items():
+        torch.testing.assert_close(value.double(), expected[2][name], atol=1e-5, rtol=0)
+
+
+def test_merging_by_hand():
+    ours = {"a": 1, "zero_optimization": {"stage": 2, "overlap_comm": False}, "gradient_clipping": 1.0}
+    theirs = {"b": 2, "zero_optimization": {"stage": 2, "overlap_comm": True, "extra": {"x": 1}}}
+    merged = ds_config.merge(ours, theirs)
+    assert merged == {
+        "a": 1, "b": 2, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "extra": {"x": 1}},
+    }  # fmt: skip
+    assert ours["zero_optimization"] == {"stage": 2, "overlap_comm": False}, "the inputs stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"zero_optimization": {"stage": 3}}', ["zero_optimization.stage 3", "the flags say 2", "--zero_stage"]),
+        ('{"gradient_clipping": 0.5}', ["gradient_clipping 0.5", "the flags say 1.0", "--max_grad_norm"]),
+        ('{"bf16": {"enabled": true}}', ["bf16.enabled True", "--dtype"]),
+        ('{"fp16": {"enabled": true}}', ["fp16.enabled True", "--dtype"]),
+        ('{"train_batch_size": 8}', ["'train_batch_size'", "--per_device_train_batch_size"]),
+        ('{"train_micro_batch_size_per_gpu": 8}', ["'train_micro_batch_size_per_gpu'"]),
+        ('{"gradient_accumulation_steps": 8}', ["'gradient_accumulation_steps'"]),
+        ('{"optimizer": {"type": "Lamb", "params": {"lr": 1}}}', ["'optimizer'", "--learning_rate"]),
+        ('{"scheduler": {"type": "OneCycle", "params": {"x": 1}}}', ["'scheduler'", "--lr_scheduler_type"]),
+        ('{"zero_optimization": 3}', ["zero_optimization"]),
+        ("[]", ["holds a list"]),
+        ("{", ["ds.json"]),
+        (None, ["ds.json", "No such file"]),
+    ],
+)
+def test_a_users_file_that_contradicts_the_flags_is_refused(tmp_path, text, words):
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        engine.check(Engine("fp32", 2, False, False, False, str(path)))
+    assert "--ds_config" in str(caught.value) and "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("fp32", 0, True, False), "--offload_optimizer needs --zero_stage 1, 2 or 3"),
+        (("fp32", 2, False, True), "--offload_param needs --zero_stage 3, seen 2"),
+    ],
+)
+def test_offload_of_what_is_not_sharded_is_refused(options, words):
+    with pytest.raises(UserError, match=words):
+        engine.check(Engine(*options, False, None))
+
+
+# ---- answering
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_models_answer_as_they_did_and_have_no_gradients(stage):
+    device, plain = one_rank.start(), plain_model()
+    frozen = FrozenModel(lambda zero3: LanguageModel(plain_model()), "fp32", stage, stage == 3, device)
+    ids, mask = batch_of(rows_of(0))
+    logits = frozen(ids, mask)
+    assert not logits.requires_grad
+    for i, row in enumerate(rows_of(0)):
+        torch.testing.assert_close(logits[i, : len(row)], plain(row[None]).logits[0], atol=1e-5, rtol=0)
+
+
+def test_frozen_weights_go_to_host_memory_only_when_sharded():
+    with pytest.raises(UserError, match="--offload_frozen needs --frozen_zero_stage 3"):
+        FrozenModel(lambda zero3: LanguageModel(plain_model()), "fp32", 0, True, one_rank.start())
+
+
+def test_evaluating_takes_no_gradients_and_goes_back_to_training():
+    model = trained(0)
+    with pytest.raises(ZeroDivisionError), model.evaluating():
+        assert not model.module.training and not model(*batch_of(rows_of(0))).requires_grad
+        raise ZeroDivisionError
+    assert model.module.training and model(*batch_of(rows_of(0))).requires_grad
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_is_described_by_its_whole_size(stage):
+    size = sum(p.numel() for p in plain_model().parameters())
+    words = f"LlamaForCausalLM: {size:,} parameters, {size:,} trained; ZeRO-{stage}, 1 rank(s), fp32"
+    assert trained(stage).describe() == words
