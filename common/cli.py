@@ -247,6 +247,16 @@ def add_model_flags(parser: Parser) -> None:
     add_switch(group, "--trust_remote_code", False, "run Python code that comes with a model from the hub")
 
 
+def add_batch_flags(parser: Parser, rows: str) -> None:
+    """How a fixed set of examples (`rows` is their name) is cut into optimizer steps."""
+    group = parser.add_argument_group("batches")
+    group.add_argument("--per_device_train_batch_size", type=positive, default=8, help=f"{rows} in one forward of one rank")
+    group.add_argument("--gradient_accumulation_steps", type=positive, default=1, help="forwards per optimizer step")
+    group.add_argument("--num_train_epochs", type=float, default=1.0, help=f"passes over the training {rows}")
+    group.add_argument("--max_steps", type=natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
+    group.add_argument("--eval_steps", type=natural, default=0, help="steps between evaluations; 0: only at the end")
+
+
 def add_optim_flags(parser: Parser, learning_rate: float, lr_scheduler_type: str = "cosine") -> None:
     """Optimizer and schedule (torch's AdamW)."""
     group = parser.add_argument_group("optimizer")

@@ -5,10 +5,7 @@ included), truncated (cut by length), prompt_ids and ids; scorers add to it. A s
 and gives one number, or None for "cannot say", for each.
 """
 
-import importlib.util
 import inspect
-import sys
-from pathlib import Path
 
 import torch
 
@@ -16,8 +13,6 @@ from common import chat_format, models, tensor_ops
 from common.data import pad_left, pad_right
 from common.errors import UserError
 from common.generation import SamplingParams, generate
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Answerer:
@@ -128,28 +123,6 @@ class FunctionJudge:
                 f"the judge gave {len(scores)} scores for {len(answers)} answers; it has to give one for each"
             )
         return [None if score is None else float(score) for score in scores]
-
-
-def load_function(spec: str, flag: str):
-    """`FILE.py:FUNCTION` -> (the function, its module). A file that is not found is looked for in this repository too.
-
-    Raises:
-        UserError: no such file or function.
-    """
-    file, colon, name = spec.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        raise UserError(f"{flag} {spec}: neither a folder nor FILE.py:FUNCTION, such as step0_data/toy.py:gold")
-    path = next((path for path in (Path(file), ROOT / file) if path.is_file()), None)
-    if path is None:
-        raise UserError(f"{flag} {spec}: there is no file {file}")
-    # The prefix keeps a user's json.py from taking the place of Python's.
-    module_spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up
-    module_spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise UserError(f"{flag} {spec}: {file} has no function {name}")
-    return getattr(module, name), module
 
 
 def messages_of(answer: dict) -> list[dict]:

@@ -113,7 +113,8 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
     import torch
 
     from common import chat_format, models
-    from scripts.answers import Answerer, FunctionJudge, RewardModel, load_function, messages_of
+    from common.functions import load_function
+    from scripts.answers import Answerer, FunctionJudge, RewardModel, messages_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, reason = models.choose_dtype(args.dtype, device)

@@ -23,12 +23,7 @@ def parse_args(argv=None):
     group.add_argument("--max_length", type=cli.positive, default=1024, help="tokens of a conversation; what is longer is cut and counted")
     cli.add_run_flags(parser, output_dir="models/sft")
     cli.add_model_flags(parser)
-    group = parser.add_argument_group("batches")
-    group.add_argument("--per_device_train_batch_size", type=cli.positive, default=8, help="conversations in one forward of one rank")
-    group.add_argument("--gradient_accumulation_steps", type=cli.positive, default=1, help="forwards per optimizer step")
-    group.add_argument("--num_train_epochs", type=float, default=1.0, help="passes over the training rows")
-    group.add_argument("--max_steps", type=cli.natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
-    group.add_argument("--eval_steps", type=cli.natural, default=0, help="steps between evaluations; 0: only at the end")
+    cli.add_batch_flags(parser, rows="conversations")
     cli.add_optim_flags(parser, learning_rate=1e-5)
     cli.add_engine_flags(parser)
     # fmt: on
@@ -44,7 +39,7 @@ def main() -> None:
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
     files = data.locate_or_inherit(args.data, parent, "sft")
 
-    from common import chat_format, distributed, engine, metrics, models, supervised
+    from common import chat_format, distributed, engine, models, runs, supervised
     from step1_sft.loss import sft_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -66,23 +61,8 @@ def main() -> None:
 
     batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
-    run = checkpoint.RunFolder(args.output_dir, main_process=distributed.is_main())
-    log = metrics.MetricsLogger(
-        run.path,
-        total_steps=total_steps,
-        report_to=args.report_to,
-        logging_steps=args.logging_steps,
-        main_process=distributed.is_main(),
-        title=args.run_name or "step 1 SFT",
-    )
-    for line in (
-        f"writing to {run.path}",
-        *files.notes,
-        str(report),
-        f"template: {template}; {pad_note}",
-        f"precision {why_dtype}",
-    ):
-        log.say(line)
+    notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
+    folder, log = runs.start(cli.pick(runs.Reporting, args), "step 1 SFT", total_steps, notes)
 
     # 3. The model in its engine.
     def load(zero3):
@@ -119,19 +99,16 @@ def main() -> None:
     state = model.state()
     if distributed.is_main():
         checkpoint.publish(
-            run.path,
+            folder.path,
             "sft",
-            lambda folder: models.save_pretrained(model.module.hf, folder, state, tokenizer),
+            lambda staging: models.save_pretrained(model.module.hf, staging, state, tokenizer),
             args=vars(args),
             seed=args.seed,
             parents={"model": args.model_name_or_path},
             data=files.record(),
             metrics=record,
         )
-    log.say(f"done: {run.path}; next: python step2_reward/train.py --model {run.path} --output_dir models/reward")
-    log.close()
-    run.release()
-    distributed.stop()
+    runs.finish(folder, log, f"python step2_reward/train.py --model {folder.path} --output_dir models/reward")
 
 
 if __name__ == "__main__":

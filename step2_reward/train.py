@@ -24,12 +24,8 @@ def parse_args(argv=None):
     group.add_argument("--max_length", type=cli.positive, default=1024, help="tokens of prompt + answer; a longer answer is cut and counted")
     cli.add_run_flags(parser, output_dir="models/reward")
     cli.add_model_flags(parser)
-    group = parser.add_argument_group("batches and loss")
-    group.add_argument("--per_device_train_batch_size", type=cli.positive, default=8, help="pairs in one forward of one rank")
-    group.add_argument("--gradient_accumulation_steps", type=cli.positive, default=1, help="forwards per optimizer step")
-    group.add_argument("--num_train_epochs", type=float, default=1.0, help="passes over the training pairs; more than 1 overfits soon")
-    group.add_argument("--max_steps", type=cli.natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
-    group.add_argument("--eval_steps", type=cli.natural, default=0, help="steps between evaluations; 0: only at the end")
+    cli.add_batch_flags(parser, rows="pairs")
+    group = parser.add_argument_group("loss")
     group.add_argument("--center_rewards_coefficient", type=float, default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
     cli.add_optim_flags(parser, learning_rate=1e-5, lr_scheduler_type="linear")
     cli.add_engine_flags(parser)
@@ -48,7 +44,7 @@ def main() -> None:
     )
     files = data.locate_or_inherit(args.data, parent, "preference")
 
-    from common import chat_format, distributed, engine, metrics, models, supervised
+    from common import chat_format, distributed, engine, models, runs, supervised
     from step2_reward.loss import pairwise_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -70,23 +66,8 @@ def main() -> None:
 
     batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
-    run = checkpoint.RunFolder(args.output_dir, main_process=distributed.is_main())
-    log = metrics.MetricsLogger(
-        run.path,
-        total_steps=total_steps,
-        report_to=args.report_to,
-        logging_steps=args.logging_steps,
-        main_process=distributed.is_main(),
-        title=args.run_name or "step 2 reward model",
-    )
-    for line in (
-        f"writing to {run.path}",
-        *files.notes,
-        str(report),
-        f"template: {template}; {pad_note}",
-        f"precision {why_dtype}",
-    ):
-        log.say(line)
+    notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
+    folder, log = runs.start(cli.pick(runs.Reporting, args), "step 2 reward model", total_steps, notes)
     if not files.eval:
         log.say("no preference/eval data: accuracy and reward statistics are of the training pairs")
 
@@ -141,13 +122,13 @@ def main() -> None:
     variance = sums["squares"] / (2 * len(held_out)) - mean**2
     stats = {"mean": mean, "std": max(0.0, variance) ** 0.5, "n": 2 * len(held_out), "data_hash": files.hash}
 
-    def write(folder: Path) -> None:
-        models.save_pretrained(model.module.hf, folder, state, tokenizer)
-        checkpoint.atomic_write_text(folder / "reward_stats.json", json.dumps(stats, indent=1) + "\n")
+    def write(staging: Path) -> None:
+        models.save_pretrained(model.module.hf, staging, state, tokenizer)
+        checkpoint.atomic_write_text(staging / "reward_stats.json", json.dumps(stats, indent=1) + "\n")
 
     if distributed.is_main():
         checkpoint.publish(
-            run.path,
+            folder.path,
             "reward",
             write,
             args=vars(args),
@@ -156,12 +137,8 @@ def main() -> None:
             data=files.record(),
             metrics=record,
         )
-    log.say(
-        f"done: {run.path}, held-out accuracy {record['eval_accuracy']:.3f}; next: python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {run.path}"
-    )
-    log.close()
-    run.release()
-    distributed.stop()
+    log.say(f"held-out accuracy {record['eval_accuracy']:.3f}")
+    runs.finish(folder, log, f"python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {folder.path}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ Legend: B rows, Q padded prompt length, R padded response length.
 """
 
 import dataclasses
-import importlib.util
-import inspect
 import json
 import math
 from collections.abc import Callable
@@ -123,30 +121,6 @@ def fuse(scores: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
             "every response needs a finite score from at least one source"
         )
     return (stacked.nan_to_num(0.0) * torch.tensor(weights, device=stacked.device)[:, None]).sum(0)
-
-
-def load_function(spec: str) -> RewardFunction:
-    """`file.py:function` as a reward source.
-
-    Raises:
-        UserError: no such file or function, or a function without TRL's signature.
-    """
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise UserError(f"--reward {spec}: no file {path}; wanted FILE.py:FUNCTION or a reward-model folder")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
-        raise UserError(f"--reward {spec}: {path} has no function {name}; it has {', '.join(found) or 'none'}")
-    parameters = inspect.signature(function).parameters
-    if not {"prompts", "completions"} <= parameters.keys():
-        raise UserError(
-            f"--reward {spec}: wanted {name}(prompts, completions, **columns), seen {name}({', '.join(parameters)})"
-        )
-    return RewardFunction(name, function)
 
 
 def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:

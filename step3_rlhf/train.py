@@ -114,6 +114,7 @@ def main() -> None:
 
     # 1. Look at what is given, before anything heavy is loaded or written.
     from common import checkpoint, data
+    from common.functions import is_function, load_function
 
     actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
     critic_stages = ("reward", "rlhf-critic", "sft", "base") if args.reward else ("reward",)
@@ -122,11 +123,11 @@ def main() -> None:
         checkpoint.require_stage(args.ref, "--ref", wanted=("sft", "dpo", "rlhf-actor", "base"))
     reward_specs = args.reward or [args.critic]
     for spec in reward_specs:
-        if ".py:" not in spec:
+        if not is_function(spec):
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
     files = data.locate_or_inherit(args.data, actor_stage, "prompts")
 
-    from common import chat_format, distributed, engine, generation, hybrid_engine, metrics, models
+    from common import chat_format, distributed, engine, generation, hybrid_engine, metrics, models, runs
     from step3_rlhf import rewards
     from step3_rlhf.ppo_trainer import PPO, PPOTrainer
 
@@ -152,30 +153,15 @@ def main() -> None:
     stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.actor))
     _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     prompts, report = data.tokenise_prompts(tokenizer, data.read_rows(files.train), args.max_prompt_length)
-    functions = {spec: rewards.load_function(spec) for spec in reward_specs if ".py:" in spec}
+    functions = {spec: load_function(spec, "--reward")[0] for spec in reward_specs if is_function(spec)}
     stats = {spec: rewards.read_stats(spec, args.score_norm) for spec in reward_specs if spec not in functions}
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
     total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
     optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
-    run = checkpoint.RunFolder(args.output_dir, main_process=distributed.is_main())
-    log = metrics.MetricsLogger(
-        run.path,
-        total_steps=total_steps,
-        report_to=args.report_to,
-        logging_steps=args.logging_steps,
-        main_process=distributed.is_main(),
-        title=args.run_name or "step 3 RLHF",
-    )
-    for line in (
-        f"writing to {run.path}",
-        *files.notes,
-        str(report),
-        f"template: {template}; {pad_note}",
-        f"precision {why_dtype}",
-    ):
-        log.say(line)
+    notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
+    folder, log = runs.start(cli.pick(runs.Reporting, args), "step 3 RLHF", total_steps, notes)
     if args.top_p < 1 or args.top_k:
         log.say(
             "warning: with --top_p below 1 or --top_k the sampler is not the policy that is trained; the ratio is biased"
@@ -231,7 +217,7 @@ def main() -> None:
     sources = []
     for spec in reward_specs:
         if spec in functions:
-            sources.append(functions[spec])
+            sources.append(rewards.RewardFunction(functions[spec].__name__, functions[spec]))
             continue
         reward_tokenizer = models.load_tokenizer(spec, args.trust_remote_code)
         chat_format.ensure_template(reward_tokenizer, args.chat_template)
@@ -291,12 +277,12 @@ def main() -> None:
         state = model.state()
         if distributed.is_main():
 
-            def write(folder, model=model, state=state):
-                models.save_pretrained(model.module.hf, folder, state, tokenizer)
+            def write(staging, model=model, state=state):
+                models.save_pretrained(model.module.hf, staging, state, tokenizer)
 
             final = {name: metrics.number(value) for name, value in record.items()}
             checkpoint.publish(
-                run.path / role,
+                folder.path / role,
                 stage,
                 write,
                 args=vars(args),
@@ -305,10 +291,7 @@ def main() -> None:
                 data=files.record(),
                 metrics=final,
             )
-    log.say(f"done: {run.path}; next: python scripts/chat.py {run.path / 'actor'}")
-    log.close()
-    run.release()
-    distributed.stop()
+    runs.finish(folder, log, f"python scripts/chat.py {folder.path / 'actor'}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""Python functions named on the command line as FILE.py:FUNCTION: reward functions and judges."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from common.errors import UserError
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def is_function(spec: str) -> bool:
+    """Whether a command-line value has the form FILE.py:FUNCTION."""
+    return ".py:" in spec
+
+
+def load_function(spec: str, flag: str) -> tuple[Callable, ModuleType]:
+    """The function with TRL's signature f(prompts, completions, **columns), and the module it lives in.
+
+    The file is looked for from the current folder, then from the repository's root. Its code runs on loading.
+
+    Raises:
+        UserError: no such file or function, or a function of another signature.
+    """
+    file, _, name = spec.rpartition(":")
+    path = next((path for path in (Path(file), _ROOT / file) if file.endswith(".py") and path.is_file()), None)
+    if path is None:
+        raise UserError(f"{flag} {spec}: there is no file {file or spec}; wanted FILE.py:FUNCTION or a model folder")
+    # The prefix keeps a user's json.py from taking the place of Python's.
+    module_spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their module up
+    module_spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
+        raise UserError(f"{flag} {spec}: {file} has no function {name}; it has {', '.join(found) or 'none'}")
+    parameters = inspect.signature(function).parameters
+    if not {"prompts", "completions"} <= parameters.keys():
+        seen = f"{name}({', '.join(parameters)})"
+        raise UserError(f"{flag} {spec}: wanted {name}(prompts, completions, **columns), seen {seen}")
+    return function, module
