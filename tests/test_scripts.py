@@ -404,7 +404,7 @@ def test_the_interval_is_over_prompts():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (["--judge", "nothing"], "neither a folder nor FILE.py:FUNCTION"),
+        (["--judge", "nothing"], "wanted FILE.py:FUNCTION or a model folder"),
         (["--judge", "missing.py:f"], "there is no file missing.py"),
         (["--judge", "step0_data/toy.py:silver"], "has no function silver"),
         (["--max_prompt_length", "3"], "none of 4 held-out prompts fits --max_prompt_length 3"),
