@@ -39,7 +39,8 @@ def load_function(spec: str, flag: str) -> tuple[Callable, ModuleType]:
         found = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
         raise UserError(f"{flag} {spec}: {file} has no function {name}; it has {', '.join(found) or 'none'}")
     parameters = inspect.signature(function).parameters
-    if not {"prompts", "completions"} <= parameters.keys():
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_all and not {"prompts", "completions"} <= parameters.keys():
         seen = f"{name}({', '.join(parameters)})"
         raise UserError(f"{flag} {spec}: wanted {name}(prompts, completions, **columns), seen {seen}")
     return function, module

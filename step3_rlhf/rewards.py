@@ -4,6 +4,7 @@ Legend: B rows, Q padded prompt length, R padded response length.
 """
 
 import dataclasses
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -72,6 +73,8 @@ class RewardModel:
             values = at_last_token(self.model(ids[some], mask[some]), mask[some])
             if not idle:
                 scores[some] = values
+        if not scores.isfinite().all():
+            raise FloatingPointError(f"the reward model {self.name} scored {scores.tolist()}: its weights are damaged")
         return (scores - self.shift) / self.scale
 
     def _retokenise(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,40 +89,56 @@ class RewardModel:
 class RewardFunction:
     """Any Python function with TRL's signature: f(prompts, completions, **columns) -> list[float | None].
 
-    Prompts and completions are message lists; `columns` are the data's further columns, and `truncated`.
+    Prompts and completions are message lists; `columns` are the data's further columns, and `truncated`, as far as the
+    function takes them.
     """
 
     def __init__(self, name: str, function: Callable):
         self.name, self.function = name, function
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.takes = {parameter.name for parameter in by_name}
+        self.needs = {parameter.name for parameter in by_name if parameter.default is parameter.empty}
 
     def __call__(self, answers: Answers) -> torch.Tensor:
-        names = set().union(*(row.keys() for row in answers.rows)) - {"prompt"} if answers.rows else set()
-        columns = {name: [row.get(name) for row in answers.rows] for name in sorted(names)}
-        columns.setdefault("truncated", answers.rollout.truncated.tolist())
-        scores = self.function(
-            prompts=[row["prompt"] for row in answers.rows],
-            completions=[[{"role": "assistant", "content": text}] for text in answers.texts],
-            **columns,
-        )
-        if len(scores) != len(answers.rows):
-            raise UserError(f"reward {self.name} returned {len(scores)} scores for {len(answers.rows)} responses")
-        values = [math.nan if score is None else float(score) for score in scores]
-        return torch.tensor(values, dtype=torch.float32, device=answers.rollout.response.device)
+        names = {name for row in answers.rows for name in row} - {"prompt"}
+        given = {name: [row.get(name) for row in answers.rows] for name in sorted(names)}
+        given.setdefault("truncated", answers.rollout.truncated.tolist())
+        if lacking := self.needs - given.keys() - {"prompts", "completions"}:
+            there = ", ".join(sorted(names)) or "none"
+            raise UserError(
+                f"reward {self.name} wants the column {', '.join(sorted(lacking))}; beside prompt the data has {there}"
+            )
+        given["prompts"] = [row["prompt"] for row in answers.rows]
+        given["completions"] = [[{"role": "assistant", "content": text}] for text in answers.texts]
+        scores = self.function(**{name: v for name, v in given.items() if self.takes_all or name in self.takes})
+        try:
+            values = [math.nan if score is None else float(score) for score in scores]
+        except TypeError as error:
+            raise UserError(f"reward {self.name} returned {scores!r:.80}, wanted a list of numbers or None") from error
+        if len(values) != len(answers.rows):
+            raise UserError(f"reward {self.name} returned {len(values)} scores for {len(answers.rows)} responses")
+        found = torch.tensor(values, dtype=torch.float32, device=answers.rollout.response.device)
+        for row, (score, finite) in enumerate(zip(scores, found.isfinite().tolist(), strict=True)):
+            if score is not None and not finite:
+                raise UserError(
+                    f"reward {self.name} returned {score} for response {row} of this rank; wanted a finite number, or "
+                    "None for no opinion"
+                )
+        return found
 
 
 def fuse(scores: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     """The weighted sum over sources, (B,); a source without an opinion (NaN) adds nothing.
 
     Raises:
-        UserError: a row that no source scored, or an infinite score.
+        UserError: a row that no source scored.
     """
     stacked = torch.stack(scores)
-    if stacked.isnan().all(0).any() or stacked.isinf().any():
-        row = int((stacked.isnan().all(0) | stacked.isinf().any(0)).nonzero()[0])
-        raise UserError(
-            f"response {row} of this rank was scored {[s[row].item() for s in scores]}: "
-            "every response needs a finite score from at least one source"
-        )
+    if (silent := stacked.isnan().all(0)).any():
+        row = int(silent.nonzero()[0])
+        raise UserError(f"no reward source has an opinion on response {row} of this rank; at least one has to score it")
     return (stacked.nan_to_num(0.0) * torch.tensor(weights, device=stacked.device)[:, None]).sum(0)
 
 
