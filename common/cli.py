@@ -21,6 +21,7 @@ ALIASES: dict[str, tuple[list[str], str | None]] = {
     "--dataset_name": (["--data"], QUIET),
     "--dataset": (["--data"], QUIET),
     "--model": (["--model_name_or_path"], QUIET),
+    "--lr": (["--learning_rate"], QUIET),
     "--actor_model": (["--actor"], QUIET),
     "--critic_model": (["--critic"], QUIET),
     "--reward_model": (["--reward"], QUIET),
@@ -50,6 +51,22 @@ ALIASES: dict[str, tuple[list[str], str | None]] = {
     "--enable_hybrid_engine": (["--rollout_backend", "hybrid"], "DeepSpeed-Chat's name"),
     "--enable_tensorboard": (["--report_to", "tensorboard"], "DeepSpeed-Chat's name"),
     "--print_answers": (["--sample_steps", "1"], "DeepSpeed-Chat's name"),
+    "--per_device_training_batch_size": (["--per_device_train_batch_size"], "DeepSpeed-Chat's name"),
+}
+
+# Names that no flag of ours stands for: what to do instead.
+ELSEWHERE: dict[str, str] = {
+    "--data_split": "step 0 deals the rows out: python step0_data/prepare.py --split 2,4,4",
+    "--generation_batches": "--rollout_batch_size counts the responses of one RL step over all ranks",
+    "--per_device_generation_batch_size": "--rollout_batch_size counts the responses of one RL step over all ranks",
+    "--tensorboard_path": "curves are written to OUTPUT_DIR/tensorboard; --report_to says whether",
+    "--vf_coef": "the critic is a model of its own; --critic_learning_rate says how fast it learns",
+    "--unsup_coef": "no pretraining loss is mixed in",
+    "--enable_ema": "no moving average of the actor is kept; leave it out",
+    **dict.fromkeys(
+        ["--actor_lora_dim", "--critic_lora_dim", "--lora_dim", "--only_optimize_lora", "--lora_r"],
+        "adapters are not offered; leave it out, and to save memory see --zero_stage and --offload_optimizer",
+    ),
 }
 
 
@@ -67,6 +84,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None, aliases: dict[str, str] | None = None):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
         self.aliases = ALIASES | {name: ([target], QUIET) for name, target in (aliases or {}).items()}
+        # What a file gives to repeatable flags: as a default, the command line would add to it and not replace it.
+        self.lists: dict[str, list] = {}
         self.add_argument(
             "--config", metavar="FILE", help="yaml, json or stage.json that sets flags; the command line wins"
         )
@@ -78,23 +97,38 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
         argv = self._without_aliases(list(sys.argv[1:] if argv is None else argv))
+        self._refuse_unknown(argv)
         config = self._peek_config(argv)
         if config:
             self._apply_config(Path(config))
         args, unknown = self.parse_known_args(argv, namespace)
-        for token in unknown:
-            if token.startswith("-"):
-                self.error(f"unknown flag {token.split('=')[0]}{self._nearest(token.split('=')[0])}")
+        for dest, value in self.lists.items():
+            if getattr(args, dest) is None:
+                setattr(args, dest, value)
         if unknown:
             self.error(f"unexpected word {unknown[0]!r}: every value follows a --flag")
         return args
+
+    def _refuse_unknown(self, argv: list[str]) -> None:
+        """Before argparse looks for what is missing: a flag with a typing error is the better thing to hear of."""
+        known = self._known()
+        for name in (token.partition("=")[0] for token in argv if token.startswith("--") and token != "--"):
+            if name in ELSEWHERE and name not in known:
+                self.error(f"there is no {name} here: {ELSEWHERE[name]}")
+            if name not in known:
+                self.error(f"unknown flag {name}{self._nearest(name)}")
 
     def _known(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
 
     def _nearest(self, flag: str) -> str:
-        near = difflib.get_close_matches(flag, self._known(), n=1, cutoff=0.5)
-        return f"; the nearest is {near[0]}" if near else ""
+        def likeness(known: str) -> float:
+            # People shorten names too: a good beginning counts nearly as much as the whole.
+            whole, beginning = (difflib.SequenceMatcher(None, flag, x).ratio() for x in (known, known[: len(flag) + 1]))
+            return max(whole, 0.95 * beginning)
+
+        best = max(self._known(), key=likeness)
+        return f"; the nearest is {best}" if likeness(best) >= 0.5 else ""
 
     def _without_aliases(self, argv: list[str]) -> list[str]:
         known, out = set(self._known()), []
@@ -122,9 +156,13 @@ class Parser(argparse.ArgumentParser):
 
     @staticmethod
     def _peek_config(argv: list[str]) -> str | None:
-        peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        peek.add_argument("--config")
-        return peek.parse_known_args(argv)[0].config
+        found = None
+        for position, token in enumerate(argv):
+            if token.startswith("--config="):
+                found = token.partition("=")[2]
+            elif token == "--config" and position + 1 < len(argv):
+                found = argv[position + 1]
+        return found
 
     def _apply_config(self, path: Path) -> None:
         """Turns the file's entries into defaults, through the same conversions and choices as the command line."""
@@ -139,12 +177,18 @@ class Parser(argparse.ArgumentParser):
                 continue
             if dest not in actions:
                 self.error(f"{path}: unknown key {key!r}{self._nearest('--' + dest).replace('--', '')}")
-            defaults[dest] = self._convert(actions[dest], key, value, path)
+            converted = self._convert(actions[dest], key, value, path)
+            if isinstance(actions[dest], argparse._AppendAction):
+                self.lists[dest] = converted
+            else:
+                defaults[dest] = converted
             actions[dest].required = False
         self.set_defaults(**defaults)
 
     def _convert(self, action: argparse.Action, key: str, value, path: Path):
         if value is None:
+            if action.default is not None and action.type is not optional_float:
+                self.error(f"{path}: {key} is empty; give it a value or leave it out")
             return None
         if isinstance(action.default, bool) or action.nargs == 0:
             if not isinstance(value, bool):
