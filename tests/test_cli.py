@@ -1,0 +1,398 @@
+"""Command lines of the four stages: names people bring, files of settings, what is refused, no flag without effect."""
+
+import ast
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import cli
+from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ["step0_data/prepare.py", "step1_sft/train.py", "step2_reward/train.py", "step3_rlhf/train.py"]
+NEEDED = {
+    "step0_data/prepare.py": [],
+    "step1_sft/train.py": ["--model", "M"],
+    "step2_reward/train.py": ["--model", "M"],
+    "step3_rlhf/train.py": ["--actor", "A", "--critic", "C"],
+}
+
+
+def module_of(script: str):
+    return importlib.import_module(script.removesuffix(".py").replace("/", "."))
+
+
+def parse(script: str, *words, needed: bool = True):
+    return module_of(script).parse_args([*(NEEDED[script] if needed else []), *map(str, words)])
+
+
+def refused(capsys, script: str, *words, needed: bool = True) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        parse(script, *words, needed=needed)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+# ---- names people bring
+
+SFT, RM, RL, DATA = "step1_sft/train.py", "step2_reward/train.py", "step3_rlhf/train.py", "step0_data/prepare.py"
+CHAT = "DeepSpeed-Chat's name"
+RENAMED = [
+    (SFT, "--dataset", "X", "data", "X", None),
+    (SFT, "--dataset_name", "X", "data", "X", None),
+    (SFT, "--data_path", "X", "data", "X", CHAT),
+    (SFT, "--model_name_or_path", "X", "model_name_or_path", "X", None),
+    (SFT, "--max_seq_len", "77", "max_length", 77, CHAT),
+    (SFT, "--num_warmup_steps", "5", "warmup_steps", 5.0, CHAT),
+    (SFT, "--lr", "0.5", "learning_rate", 0.5, None),
+    (SFT, "--deepspeed", "ds.json", "ds_config", "ds.json", None),
+    (RM, "--dataset_name", "X", "data", "X", None),
+    (RL, "--actor_model", "X", "actor", "X", None),
+    (RL, "--critic_model", "X", "critic", "X", None),
+    (RL, "--reward_model", "X", "reward", ["X"], None),
+    (RL, "--ref_model", "X", "ref", "X", None),
+    (RL, "--dataset", "X", "data", "X", None),
+    (RL, "--sft_model_path", "X", "actor", "X", "TRL's name"),
+    (RL, "--reward_model_path", "X", "reward", ["X"], "TRL's name"),
+    (RL, "--response_length", "9", "max_completion_length", 9, "TRL's name"),
+    (RL, "--cliprange_low", "0.1", "cliprange", 0.1, None),
+    (RL, "--actor_model_name_or_path", "X", "actor", "X", CHAT),
+    (RL, "--critic_model_name_or_path", "X", "critic", "X", CHAT),
+    (RL, "--actor_learning_rate", "0.5", "learning_rate", 0.5, CHAT),
+    (RL, "--critic_learning_rate", "0.5", "critic_learning_rate", 0.5, None),
+    (RL, "--max_prompt_seq_len", "9", "max_prompt_length", 9, CHAT),
+    (RL, "--max_answer_seq_len", "9", "max_completion_length", 9, CHAT),
+    (RL, "--actor_zero_stage", "2", "zero_stage", 2, CHAT),
+    (RL, "--critic_zero_stage", "2", "critic_zero_stage", 2, None),
+    (RL, "--ppo_epochs", "3", "num_ppo_epochs", 3, CHAT),
+    (RL, "--per_device_training_batch_size", "3", "per_device_train_batch_size", 3, CHAT),
+    (DATA, "--dataset_name", "X", "dataset", ["X"], None),
+    (DATA, "--data_path", "X", "dataset", ["X"], None),
+    (DATA, "--data", "X", "dataset", ["X"], None),
+    (DATA, "--data_split", "1,2,3", "split", (1.0, 2.0, 3.0), None),
+]
+SWITCHES = [
+    (RL, "--offload", "offload_optimizer", True),
+    (RL, "--offload_reference_model", "offload_frozen", True),
+    (RL, "--actor_gradient_checkpointing", "gradient_checkpointing", True),
+    (RL, "--enable_hybrid_engine", "rollout_backend", "hybrid"),
+    (RL, "--enable_tensorboard", "report_to", ["tensorboard"]),
+    (RL, "--print_answers", "sample_steps", 1),
+]
+
+
+@pytest.mark.parametrize(("script", "name", "word", "dest", "value", "remark"), RENAMED)
+def test_names_of_other_programs_are_ours(script, name, word, dest, value, remark, capsys):
+    needed = [w for pair in zip(*[iter(NEEDED[script])] * 2, strict=True) if pair[0][2:] != dest for w in pair]
+    for words in ([name, word], [f"{name}={word}"]):
+        args = module_of(script).parse_args(words if dest == "model_name_or_path" else [*needed, *words])
+        assert getattr(args, dest) == value
+        notes = capsys.readouterr().err.splitlines()
+        assert len(notes) == (remark is not None)
+        assert not notes or (notes[0].startswith(f"note: {name} ({remark}) is --") and notes[0].endswith(" here"))
+
+
+@pytest.mark.parametrize(("script", "name", "dest", "value"), SWITCHES)
+def test_switches_of_other_programs_are_ours(script, name, dest, value, capsys):
+    default = getattr(parse(script), dest)
+    assert getattr(parse(script, name), dest) == value and (value != default or dest == "report_to")
+    assert capsys.readouterr().err.startswith(f"note: {name} ({CHAT}) is --{dest}")
+
+
+def test_deepspeeds_own_switch_asks_for_nothing():
+    for words in (["--deepspeed"], ["--deepspeed", "--seed", "5"], ["--seed", "5", "--deepspeed"]):
+        args = parse(SFT, *words)
+        assert args.ds_config is None and args.seed in (1, 5)
+    assert parse(SFT, "--deepspeed=ds.json").ds_config == "ds.json"
+    assert parse(SFT, "--local_rank=3").local_rank == 3
+
+
+def test_notes_are_said_once_however_many_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    parse(RL, "--ppo_epochs", 3)
+    assert capsys.readouterr().err == ""
+
+
+def test_every_alias_names_a_flag_of_some_script():
+    known = {f"--{dest}" for script in SCRIPTS for dest in vars(parse(script))}
+    later = {"--ptx_coef"}  # aliases that wait for their flag change nothing until then
+    assert {target[0] for target, _ in cli.ALIASES.values()} - later <= known
+
+
+@pytest.mark.parametrize("name", sorted(cli.ELSEWHERE))
+def test_names_that_nothing_here_stands_for_are_answered(name, capsys):
+    error = refused(capsys, RL, name, "1")
+    assert error.startswith(f"error: there is no {name} here: ") and cli.ELSEWHERE[name] in error
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (SFT, ["--modle", "X"], "unknown flag --modle; the nearest is --model"),
+        (SFT, ["--learning_rat=1"], "unknown flag --learning_rat; the nearest is --learning_rate"),
+        (RL, ["--max_completion_lenght", "3"], "the nearest is --max_completion_length"),
+        (RL, ["--kl", "3"], "the nearest is --kl_"),
+        (DATA, ["--shuffle"], "the nearest is --shuffle_preferences"),
+        (SFT, ["--zzzzzz"], "unknown flag --zzzzzz; see "),
+        (SFT, ["X"], "unexpected word 'X': every value follows a --flag"),
+        (SFT, ["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (SFT, ["--seed"], "argument --seed: expected one argument"),
+        (SFT, ["--config"], "argument --config: expected one argument"),
+        (SFT, ["--zero_stage", "4"], "argument --zero_stage: invalid choice: 4"),
+        (SFT, ["--per_device_train_batch_size", "0"], "0 is not at least 1"),
+        (SFT, ["--max_steps", "-1"], "-1 is negative"),
+        (SFT, ["--report_to", "tensorbord"], "invalid choice: 'tensorbord'"),
+        (SFT, ["--learn", "1"], "unknown flag --learn; the nearest is --learning_rate"),  # no abbreviations
+        (DATA, ["--split", "1,2"], "1,2 is not three shares"),
+        (RL, ["--score_clip", "x"], "argument --score_clip: invalid optional_float value: 'x'"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(script, words, message, capsys):
+    assert message in refused(capsys, script, *words)
+
+
+def test_a_typing_error_is_told_before_what_is_missing(capsys):
+    assert "the nearest is --actor" in refused(capsys, RL, "--actr", "A", "--critic", "C", needed=False)
+    assert "are required: --critic" in refused(capsys, RL, "--actor", "A", needed=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollout_batch_size", 10, "--num_generations", 4], "--rollout_batch_size 10 .* --num_generations 4"),
+        (["--rollout_batch_size", 10, "--minibatch_size", 4], "--rollout_batch_size 10 .* --minibatch_size 4"),
+        (["--rollout_batch_size", 16, "--minibatch_size", 32], "--rollout_batch_size 16 .* --minibatch_size 32"),
+        (["--temperature", 0], "--temperature is 0.0, wanted a number between 1e-06 and 100"),
+        (["--top_p", 0], "--top_p is 0.0"),
+        (["--top_p", 1.1], "--top_p is 1.1"),
+        (["--gamma", 1.5], "--gamma is 1.5, wanted a number between 0 and 1"),
+        (["--lam", -0.1], "--lam is -0.1"),
+        (["--dual_clip", 1], "--dual_clip is 1.0, wanted a number above 1 or none"),
+        (["--kl_target", 0], "--kl_target is 0.0"),
+        (["--kl_target", 3, "--kl_coef", 0], "--kl_coef 0 would stay 0"),
+        (["--reward_weights", 1, 2], "--reward_weights has 2 numbers for 1 reward sources"),
+        (["--reward", "a", "--reward", "b", "--reward_weights", 1], "has 1 numbers for 2 reward sources"),
+    ],
+)
+def test_flags_that_contradict_each_other(words, message):
+    with pytest.raises(UserError, match=message):
+        parse(RL, *words)
+
+
+def test_none_is_a_value_where_a_flag_can_be_off():
+    args = parse(RL, "--score_clip", "none", "--missing_eos_penalty", "None", "--cliprange_value", "none")
+    assert args.score_clip is args.missing_eos_penalty is args.cliprange_value is None
+    assert (
+        parse(RL, "--score_clip", "2.5").score_clip == 2.5 and parse(RL, "--length_penalty", "-1").length_penalty == -1
+    )
+
+
+def test_switches_can_be_turned_off_and_lists_repeat():
+    assert parse(RL).whiten_advantages and not parse(RL, "--no-whiten_advantages").whiten_advantages
+    assert parse(RL, "--whiten_rewards").whiten_rewards and not parse(RL).whiten_rewards
+    args = parse(RL, "--reward", "a", "--reward=b", "--reward_weights", "1", "0.5")
+    assert args.reward == ["a", "b"] and args.reward_weights == [1.0, 0.5]
+
+
+# ---- files of settings
+
+
+def config(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+YAML = """
+actor: A
+critic: C
+learning_rate: 1e-5      # yaml reads this as text
+critic_learning_rate: 0.5
+rollout_batch_size: 8
+minibatch_size: 4
+max_completion_length: "12"
+whiten_advantages: false
+offload_optimizer: true
+zero_stage: 1
+score_clip: none
+missing_eos_penalty: null
+reward: [a, b]
+reward_weights: [1, 0.5]
+report_to: none
+run_name: 7
+ppo_epochs: 3            # another program's name
+kl-coef: 0.125
+"""
+
+
+def test_a_yaml_file_sets_flags_with_the_types_of_the_command_line(tmp_path):
+    args = parse(RL, "--config", config(tmp_path, YAML), needed=False)
+    assert (args.actor, args.critic, args.run_name) == ("A", "C", "7")
+    assert args.learning_rate == 1e-5 and args.critic_learning_rate == 0.5 and args.kl_coef == 0.125
+    assert (args.rollout_batch_size, args.max_completion_length, args.num_ppo_epochs) == (8, 12, 3)
+    assert args.whiten_advantages is False and args.offload_optimizer is True and args.zero_stage == 1
+    assert args.score_clip is None and args.missing_eos_penalty is None
+    assert args.reward == ["a", "b"] and args.reward_weights == [1.0, 0.5] and args.report_to == ["none"]
+    assert args.gamma == parse(RL).gamma, "what the file does not name keeps its default"
+
+
+def test_the_command_line_wins(tmp_path):
+    path = config(tmp_path, YAML)
+    words = [
+        "--kl_coef",
+        1,
+        "--config",
+        path,
+        "--whiten_advantages",
+        "--reward",
+        "c",
+        "--reward_weights",
+        2,
+        "--actor=B",
+    ]
+    args = parse(RL, *words, needed=False)
+    assert (args.kl_coef, args.whiten_advantages, args.actor) == (1.0, True, "B")
+    assert args.reward == ["c"] and args.reward_weights == [2.0]
+
+
+def test_json_and_stage_records_are_read_too(tmp_path):
+    path = config(tmp_path, json.dumps({"model": "M", "seed": 5, "warmup_steps": 3}), "run.json")
+    args = parse(SFT, f"--config={path}", needed=False)
+    assert (args.model_name_or_path, args.seed, args.warmup_steps) == ("M", 5, 3.0)
+    first = vars(parse(SFT, "--seed", 9, "--learning_rate", 0.25, "--config", path))
+    record = config(tmp_path, json.dumps({"stage": "sft", "format_version": 1, "args": first, "seed": 9}), "stage.json")
+    again = vars(parse(SFT, "--config", record, "--output_dir", "elsewhere", needed=False))
+    assert again["config"] == str(record) and again["output_dir"] == "elsewhere"
+    assert {**again, "config": None, "output_dir": None} == {**first, "config": None, "output_dir": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rte: 1", "unknown key 'learning_rte'; the nearest is learning_rate"),
+        ("seed: x", "seed: argument --seed: invalid int value: 'x'"),
+        ("seed: 1.5", "invalid int value: '1.5'"),
+        ("seed: [1, 2]", "seed is a list, wanted one value"),
+        ("seed:", "seed is empty; give it a value or leave it out"),
+        ("zero_stage: 7", "invalid choice: 7"),
+        ("per_device_train_batch_size: 0", "0 is not at least 1"),
+        ("offload_optimizer: maybe", "offload_optimizer is 'maybe', wanted true or false"),
+        ("gradient_checkpointing: 1", "gradient_checkpointing is 1, wanted true or false"),
+        ("report_to: [tensorboard, x]", "invalid choice: 'x'"),
+    ],
+)
+def test_a_wrong_entry_names_file_and_key(tmp_path, text, message, capsys):
+    path = config(tmp_path, text)
+    error = refused(capsys, SFT, "--config", path)
+    assert message.replace("argument --seed: ", "") in error.replace("argument --seed: ", "") and str(path) in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "neither yaml nor json: while parsing a flow sequence"),
+        ("- 1\n- 2", "holds a list, wanted `flag: value` pairs"),
+        ("", "holds a NoneType"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_no_list_of_settings(tmp_path, text, message):
+    path = tmp_path / "none.yaml" if text is None else config(tmp_path, text)
+    with pytest.raises(UserError, match=message) as caught:
+        parse(SFT, "--config", path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+# ---- exit codes
+
+
+def raising(error: BaseException):
+    def main():
+        raise error
+
+    return main
+
+
+def test_exit_codes(capsys, monkeypatch):
+    assert cli.run(lambda: None) == 0 and capsys.readouterr().err == ""
+    assert cli.run(raising(UserError("--data x: no such folder"))) == 2
+    assert capsys.readouterr().err == "error: --data x: no such folder\n"
+    assert cli.run(raising(KeyboardInterrupt())) == 130 and "Ctrl-C" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):  # Python prints the traceback and exits with 1
+        cli.run(raising(ZeroDivisionError()))
+    monkeypatch.setenv("RANK", "2")
+    assert cli.run(raising(UserError("x"))) == 2 and capsys.readouterr().err == "[rank 2] error: x\n"
+
+
+# ---- every script
+
+HEAVY = ["torch", "transformers", "deepspeed", "numpy", "pyarrow", "datasets"]
+LOADED = f"""
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print("exit", end.code, [name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_mistakes_load_nothing_heavy(script, tmp_path):
+    for word, code in (("--help", 0), ("--sed", 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", LOADED, ROOT / script, word], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.stdout.splitlines()[-1] == f"exit {code} []", done.stderr
+        if code == 0:
+            help_text = done.stdout
+            doc = module_of(script).__doc__
+            assert doc.splitlines()[0] in help_text and "--config" in help_text and "Traceback" not in help_text
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_says_what_it_does_and_its_default(script, capsys):
+    with pytest.raises(SystemExit):
+        module_of(script).parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for dest in vars(parse(script)):
+        if dest != "local_rank":
+            assert f"--{dest}" in text, dest
+    assert "--local_rank" not in text and "%(" not in text
+
+
+def picked_fields(tree: ast.AST) -> set[str]:
+    """Fields of the records that `cli.pick` fills from flags of the same names."""
+    names = {
+        ast.unparse(node.args[0]).split(".")[-1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "cli.pick"
+    }
+    modules = ("common.engine", "common.supervised", "common.runs", "common.generation", "step3_rlhf.ppo_trainer")
+    found = {}
+    for module in map(importlib.import_module, modules):
+        found |= {
+            n: {f.name for f in dataclasses.fields(r)} for n, r in vars(module).items() if dataclasses.is_dataclass(r)
+        }
+    return set().union(*(found[name] for name in names))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_read(script):
+    tree = ast.parse((ROOT / script).read_text())
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
+    }
+    ignored = {"config", "local_rank"}  # read by the parser; said by LOCAL_RANK
+    assert vars(parse(script)).keys() - read - picked_fields(tree) == ignored
