@@ -100,7 +100,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False):
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"no tokenizer could be loaded from {path}: {_first_line(error)}") from error
+        raise UserError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from error
 
 
 def load_causal_lm(
@@ -237,11 +237,23 @@ def set_special_tokens(hf: nn.Module, tokenizer, stop_ids: tuple[int, ...]) -> N
         hf.generation_config.eos_token_id = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
 
 
-def grow_embeddings(model: nn.Module, num_tokens: int) -> bool:
-    """Adds embedding rows when the tokenizer has more tokens than the model; spare rows are left as they are."""
-    if num_tokens <= model.get_input_embeddings().num_embeddings:
+@torch.no_grad()
+def grow_embeddings(model: nn.Module, num_tokens: int, zero3: dict | None) -> bool:
+    """Adds embedding rows when the tokenizer has more tokens than the model; spare rows are left as they are.
+
+    New rows are the mean of the old ones: a token that says little, and the same under every ZeRO stage.
+
+    Args:
+        zero3: what the model was loaded with.
+    """
+    rows = model.get_input_embeddings().num_embeddings
+    if num_tokens <= rows:
         return False
-    model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    with _sharded_init(zero3):
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    for layer in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+        for parameter in layer.parameters():  # whole on every rank until an engine shards them
+            parameter[rows:] = parameter[:rows].mean(0)
     return True
 
 
@@ -294,7 +306,7 @@ def _from_pretrained(cls, path, dtype, zero3, attn_implementation, trust_remote_
 
 @contextlib.contextmanager
 def _sharded_init(zero3: dict | None):
-    """Within it, `from_pretrained` builds under `zero.Init`; afterwards other models load whole again."""
+    """Within it, transformers builds, and gathers, under `zero.Init`; afterwards other models load whole again."""
     if zero3 is None:
         yield
         return

@@ -48,8 +48,8 @@ def main() -> None:
     engine.check(engine_options)
 
     # 2. Text to tokens: the loss is on the assistant's turns only, each turn's end included.
-    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     config = models.read_config(args.model_name_or_path, args.trust_remote_code)
+    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     models.check_length(config, args.max_length, "--max_length")
     template = chat_format.ensure_template(tokenizer, args.chat_template)
     stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
@@ -74,7 +74,7 @@ def main() -> None:
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
         )
-        if models.grow_embeddings(hf, len(tokenizer)):
+        if models.grow_embeddings(hf, len(tokenizer), zero3):
             log.say(f"embeddings: grown to {len(tokenizer)} rows, one for each token")
         models.set_special_tokens(hf, tokenizer, stop_ids)
         return models.LanguageModel(hf)

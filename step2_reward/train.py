@@ -53,8 +53,8 @@ def main() -> None:
     engine.check(engine_options)
 
     # 2. Text to tokens: prompt + answer + turn end, exactly what the actor will produce in step 3.
-    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     config = models.read_config(args.model_name_or_path, args.trust_remote_code)
+    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     models.check_length(config, args.max_length, "--max_length")
     template = chat_format.ensure_template(tokenizer, args.chat_template)
     stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
@@ -83,7 +83,7 @@ def main() -> None:
             fresh_head_std=models.fresh_reward_head_std(config.get_text_config().hidden_size),
             seed=args.seed,
         )
-        models.grow_embeddings(model.hf, len(tokenizer))
+        models.grow_embeddings(model.hf, len(tokenizer), zero3)
         models.set_special_tokens(model.hf, tokenizer, stop_ids)
         log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
         return model

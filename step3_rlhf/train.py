@@ -144,8 +144,8 @@ def main() -> None:
     engine.check(critic_engine)
 
     # 2. Prompts to tokens: exactly what the actor is shown.
-    tokenizer = models.load_tokenizer(args.actor, args.trust_remote_code)
     config = models.read_config(args.actor, args.trust_remote_code)
+    tokenizer = models.load_tokenizer(args.actor, args.trust_remote_code)
     models.check_length(
         config, args.max_prompt_length + args.max_completion_length, "--max_prompt_length and --max_completion_length"
     )
@@ -153,6 +153,13 @@ def main() -> None:
     stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.actor))
     _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     prompts, report = data.tokenise_prompts(tokenizer, data.read_rows(files.train), args.max_prompt_length)
+    if (
+        not models.load_tokenizer(args.critic, args.trust_remote_code).get_vocab().items()
+        <= tokenizer.get_vocab().items()
+    ):
+        raise UserError(
+            f"--critic {args.critic} has another tokenizer than the actor, whose tokens it has to read; take one trained from the same base model, or the actor itself with --reward"
+        )
     functions = {spec: load_function(spec, "--reward")[0] for spec in reward_specs if is_function(spec)}
     stats = {spec: rewards.read_stats(spec, args.score_norm) for spec in reward_specs if spec not in functions}
 
@@ -177,7 +184,7 @@ def main() -> None:
     def language_model(path):
         def load(zero3):
             hf = models.load_causal_lm(path, dtype, zero3=zero3, **loading)
-            models.grow_embeddings(hf, len(tokenizer))
+            models.grow_embeddings(hf, len(tokenizer), zero3)
             models.set_special_tokens(hf, tokenizer, stop_ids)
             return models.LanguageModel(hf)
 
@@ -204,10 +211,15 @@ def main() -> None:
         device,
         hybrid_engine_tokens=args.max_prompt_length + args.max_completion_length if backend == "hybrid" else 0,
     )
+
+    def critic_model(zero3):
+        model = scalar_model(args.critic, fresh_head_std=0.0)(zero3)
+        models.grow_embeddings(model.hf, len(tokenizer), zero3)
+        models.set_special_tokens(model.hf, tokenizer, stop_ids)
+        return model
+
     critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate)
-    critic = engine.TrainedModel(
-        scalar_model(args.critic, fresh_head_std=0.0), critic_optim, critic_engine, optimizer_steps, device
-    )
+    critic = engine.TrainedModel(critic_model, critic_optim, critic_engine, optimizer_steps, device)
 
     def frozen(load):
         return engine.FrozenModel(load, dtype, args.frozen_zero_stage, args.offload_frozen, device)

@@ -7,10 +7,11 @@ import math
 import one_rank
 import pytest
 import torch
+from small_models import save_gpt2, save_reward
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import ds_config, engine
+from common import ds_config, engine, models
 from common.engine import Engine, FrozenModel, Optim, TrainedModel, lr_factor
 from common.errors import UserError
 from common.models import DTYPES, LanguageModel
@@ -143,15 +144,15 @@ def test_how_rows_are_cut_into_micro_batches_changes_nothing(stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradient_checkpointing_changes_nothing_but_runs_every_layer_twice(stage):
-    models, results, forwards = [trained(stage), trained(stage, gradient_checkpointing=True)], [], []
-    for model in models:
+    both, results, forwards = [trained(stage), trained(stage, gradient_checkpointing=True)], [], []
+    for model in both:
         calls = []
         model.module.hf.model.layers[1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         results.append([result.sums for result in train(model, [3, 3], steps=2)])
         forwards.append(len(calls))
     assert forwards == [4, 8]
     assert results[0] == results[1]
-    states = [model.state() for model in models]
+    states = [model.state() for model in both]
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, atol=1e-7, rtol=0)
 
@@ -172,6 +173,27 @@ def test_bf16_trains(stage):
     assert results[-1].sums["loss"] < 0.7 * results[0].sums["loss"]
     assert all(0 < result.grad_norm < 100 for result in results)
     assert all(value.dtype == torch.bfloat16 for value in model.state().values())
+
+
+@pytest.mark.parametrize("load", [models.load_causal_lm, lambda *a, **k: models.load_scalar_model(*a, **k)[0]])
+def test_embeddings_grow_alike_whole_and_sharded(load, tmp_path):
+    """GPT-2 has no row for a pad token of its own: one is added while the model loads."""
+    folder = save_gpt2(tmp_path) if load is models.load_causal_lm else save_reward(tmp_path)
+    states = []
+    for stage in (0, 3):
+
+        def loading(zero3):
+            model = load(folder, zero3=zero3)
+            hf = model.hf if hasattr(model, "hf") else model
+            assert models.grow_embeddings(hf, 360, zero3)
+            return LanguageModel(hf)
+
+        options = Engine("fp32", stage, False, False, False, None)
+        states.append(TrainedModel(loading, OPTIM, options, 1, one_rank.start()).state())
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value), name
+    assert sum(value.shape[0] == 360 for value in states[0].values()) >= 1
 
 
 # ---- what stops a run

@@ -324,14 +324,14 @@ def test_the_folder_is_loaded_in_the_precision_asked_for(tmp_path):
 def test_embeddings_grow_only_when_a_token_has_no_row(tmp_path, tied):
     hf = load_causal_lm(save_llama(tmp_path, tied=tied))
     rows = hf.get_input_embeddings().num_embeddings
-    before = hf.get_input_embeddings().weight.detach().clone()
-    assert not models.grow_embeddings(hf, rows - 5) and not models.grow_embeddings(hf, rows)
-    assert models.grow_embeddings(hf, rows + 3)
+    before = [hf.get_input_embeddings().weight.detach().clone(), hf.get_output_embeddings().weight.detach().clone()]
+    assert not models.grow_embeddings(hf, rows - 5, None) and not models.grow_embeddings(hf, rows, None)
+    assert models.grow_embeddings(hf, rows + 3, None)
     assert hf.get_input_embeddings().num_embeddings == hf.config.vocab_size == rows + 3
-    assert torch.equal(hf.get_input_embeddings().weight[:rows], before)
-    assert hf.get_output_embeddings().weight.shape[0] == rows + 3
     assert (hf.get_output_embeddings().weight is hf.get_input_embeddings().weight) == tied
-    assert torch.isfinite(hf.get_input_embeddings().weight).all()
+    for old, layer in zip(before, (hf.get_input_embeddings(), hf.get_output_embeddings()), strict=True):
+        assert torch.equal(layer.weight[:rows], old)
+        torch.testing.assert_close(layer.weight[rows:], old.mean(0).expand(3, -1))
 
 
 def test_tokenizer_and_configurations_agree_on_pad_and_stop_tokens(tmp_path):
