@@ -60,7 +60,7 @@ class RunFolder:
         if any((self.path / name).exists() for name in finished):
             raise UserError(f"{path} holds a finished run; choose another --output_dir or remove the folder")
         self._lock = None
-        self._is_new = not self.path.exists()
+        self._made = [part for part in (self.path, *self.path.parents) if not part.exists()]
         if main_process:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(self.path / ".lock")
@@ -82,17 +82,25 @@ class RunFolder:
             (self.path / ".lock-owner").unlink(missing_ok=True)
             self._lock.release()
             (self.path / ".lock").unlink(missing_ok=True)
-            if self._is_new and not any(self.path.iterdir()):
-                self.path.rmdir()
+            self._remove_empty()
 
     def _leave(self) -> None:
         """At exit of a run that did not come to its end."""
         metrics = self.path / "metrics.jsonl"
-        if self._is_new and not (metrics.exists() and metrics.stat().st_size):
+        if self.path in self._made and not (metrics.exists() and metrics.stat().st_size):
             self._lock.release()
             shutil.rmtree(self.path, ignore_errors=True)
+            self._remove_empty()
         else:
             self.release()
+
+    def _remove_empty(self) -> None:
+        """Takes away what this run made and nothing lives in: the folder, and those around it."""
+        for folder in filter(Path.exists, self._made):
+            try:
+                folder.rmdir()
+            except OSError:  # not empty
+                return
 
 
 def publish(

@@ -244,10 +244,10 @@ sys.exit(2)
 
 def test_a_run_that_ends_before_its_first_step_leaves_no_folder_that_it_made(tmp_path):
     (tmp_path / "there").mkdir()
-    for name, metrics in (("new", ""), ("stepped", "{}"), ("there", "")):
+    for name, metrics in (("new", ""), ("deep/new", ""), ("stepped", "{}"), ("there", "")):
         done = subprocess.run([sys.executable, "-c", LEAVE, tmp_path / name, metrics], cwd=ROOT)
         assert done.returncode == 2
-    assert not (tmp_path / "new").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["stepped", "there"]
     for name in ("stepped", "there"):
         assert sorted(p.name for p in (tmp_path / name).iterdir()) == ["metrics.jsonl", "tensorboard"]
 
