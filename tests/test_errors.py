@@ -1,0 +1,252 @@
+"""Mistakes on the command line: exit code 2, one line of what was seen, wanted and to do, and nothing left behind."""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import one_rank
+import pytest
+from small_models import save_gpt2, save_llama, save_reward
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from common import checkpoint, cli
+from step0_data import output
+from step1_sft import train as sft
+from step2_reward import train as reward
+from step3_rlhf import train as rlhf
+
+ROOT = Path(__file__).resolve().parents[1]
+USER = [{"role": "user", "content": "What is an apple pie?"}]
+
+
+def answer(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def write_data(folder: Path, **stages) -> None:
+    """Prepared data of these stages, as step 0 writes them."""
+    output.write_stages(folder, {stage: {"train": rows, "eval": []} for stage, rows in stages.items()})
+    files = {p.relative_to(folder).as_posix(): checkpoint.hash_file(p) for p in folder.glob("*/*.parquet")}
+    manifest = {"format_version": 1, "hash": checkpoint.hash_tree(files), "files": files, "stages": {}, "args": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sources": [], "seed": 1}))
+
+
+def publish(folder: Path, stage: str, save, data: dict | None = None) -> None:
+    options = {"args": {}, "seed": 1, "parents": {}, "data": data, "metrics": {}}
+    checkpoint.publish(folder, stage, save, **options)
+
+
+def save_scored(folder: Path) -> None:
+    save_reward(folder)
+    (folder / "reward_stats.json").write_text(json.dumps({"mean": 0.0, "std": 1.0, "n": 2, "data_hash": "x"}))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with models of every stage, good and bad, and data, whole and partial."""
+    root = tmp_path_factory.mktemp("world")
+    rows = {
+        "sft": [{"messages": USER + answer("Sure!")}] * 3,
+        "preference": [{"prompt": USER, "chosen": answer("Sure!"), "rejected": answer("No.")}] * 3,
+        "prompts": [{"prompt": USER}] * 3,
+    }
+    for name, stages in {
+        "data": rows,
+        "pairs": {"preference": rows["preference"]},
+        "sentences": {"sft": rows["sft"]},
+        "equal": {"preference": [rows["preference"][0] | {"rejected": answer("Sure!")}]},
+    }.items():
+        (root / name).mkdir()
+        write_data(root / name, **stages)
+    (root / "empty/sft").mkdir(parents=True)
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(root / "data/sft/train.parquet")
+    pq.write_table(table.slice(0, 0), root / "empty/sft/train.parquet")
+    (root / "texts").mkdir()
+    (root / "texts/notes.txt").write_text("nothing prepared")
+
+    recorded = {"path": str(root / "data"), "hash": json.loads((root / "data/manifest.json").read_text())["hash"]}
+    publish(root / "sft", "sft", save_llama, recorded)
+    publish(root / "reward", "reward", save_scored)
+    publish(root / "unscored", "reward", save_reward)
+    publish(root / "changed", "sft", save_llama, recorded | {"hash": "of other data"})
+    publish(root / "damaged", "sft", save_llama)
+    weights = bytearray((root / "damaged/model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (root / "damaged/model.safetensors").write_bytes(weights)
+    publish(root / "rlhf/actor", "rlhf-actor", save_llama)
+    publish(root / "rlhf/critic", "rlhf-critic", save_reward)
+    (root / "unfinished").mkdir()
+    save_llama(root / "foreign")
+    save_reward(root / "classifier")
+    save_gpt2(root / "gpt2")
+    labels = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
+    LlamaForSequenceClassification(labels).save_pretrained(save_reward(root / "labels"))
+    (root / "nothing").mkdir()
+    (root / "nothing/config.json").write_text("{}")
+    (root / "file").write_text("mine")
+    (root / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    code = "def good(prompts, completions, **columns): return [0.0] * len(prompts)\ndef bad(texts): return []\n"
+    (root / "rewards.py").write_text(code)
+    return root
+
+
+def leave_nothing(monkeypatch) -> list:
+    """Collects what our files do at exit, since the test process goes on."""
+    ours, register = [], atexit.register
+
+    def collect(function, *args):
+        is_ours = type(getattr(function, "__self__", None)).__module__.startswith("common.")
+        return ours.append(function) if is_ours else register(function, *args)
+
+    monkeypatch.setattr(atexit, "register", collect)
+    return ours
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
+
+
+def mistake(world: Path, module, words: str, monkeypatch, capfd) -> str:
+    """Runs an entry script in the world's folder; returns the one line it leaves on stderr."""
+    one_rank.start()
+    environment = dict(os.environ)
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+    at_exit = leave_nothing(monkeypatch)
+    before = snapshot(world)
+    capfd.readouterr()
+    try:
+        try:
+            code = cli.run(module.main)
+        except SystemExit as end:
+            code = end.code
+        for function in reversed(at_exit):
+            function()
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    error = capfd.readouterr().err
+    assert code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    assert snapshot(world) == before, "something was left behind"
+    return error
+
+
+SFT = "--model sft --output_dir out "
+RM = "--model sft --output_dir out "
+RL = "--actor sft --critic reward --output_dir out --max_prompt_length 64 --max_completion_length 8 "
+MAKE_REWARD = "make it with `python step2_reward/train.py"
+
+CASES = [
+    # the model
+    (sft, "--model reward --data data", "--model reward is of stage 'reward', wanted 'base' or 'sft'"),
+    (sft, "--model ./nowhere --data data", "--model ./nowhere: no such folder; make it with `python step0_data"),
+    (sft, "--model models/base --data data", "--model models/base: no such folder"),
+    (sft, "--model owner/no-such-model --data data", "no model configuration could be loaded from owner/no-such-model"),
+    (sft, "--model unfinished --data data", "no finished model there (neither stage.json nor config.json)"),
+    (sft, "--model damaged --data data", "damaged/model.safetensors differs from what its stage wrote"),
+    (sft, "--model file --data data", "--model file is a file; wanted a model folder"),
+    (sft, "--model rlhf --data data", "did you mean rlhf/actor?"),
+    (sft, "--model nothing --data data", "no model configuration could be loaded from nothing"),
+    (sft, "--model classifier --data data", "lacks weights of a causal language model: lm_head.weight"),
+    (sft, "--model gpt2 --data data --max_length 64", "no chat template; name one with --chat_template"),
+    (sft, "--model gpt2 --data data --max_length 64 --chat_template x", "--chat_template x: neither a built-in"),
+    (
+        sft,
+        "--model gpt2 --data data --max_length 129",
+        "ask for 129 tokens a sequence, the model has positions for 128",
+    ),
+    (reward, "--model rlhf/critic --data data", "is of stage 'rlhf-critic', wanted 'sft'"),
+    (reward, "--model labels --data data", "classifies into 3 labels, wanted a reward model with 1"),
+    # the data
+    (sft, "--model foreign", "--data is missing and the parent model records none"),
+    (sft, "--model changed", "has changed since the parent model was trained"),
+    (sft, SFT + "--data nowhere", "--data nowhere: no such folder or file; make it with `python step0_data"),
+    (sft, SFT + "--data pairs", "--data pairs has no sft data, only preference"),
+    (sft, SFT + "--data texts", "--data texts is no prepared data (it holds notes.txt)"),
+    (sft, SFT + "--data file", "file is not a readable parquet file"),
+    (sft, SFT + "--data pairs/preference/train.parquet", "has the columns prompt, chosen, rejected but sft data needs"),
+    (sft, SFT + "--data empty", "none of 0 rows can be used; the file is empty"),
+    (sft, SFT + "--max_length 3", "none of 3 rows can be used; 3 set aside: no answer begins within --max_length 3"),
+    (reward, RM + "--data sentences", "--data sentences has no preference data, only sft"),
+    (reward, RM + "--data equal", "none of 1 rows can be used; 1 set aside: chosen and rejected are equal"),
+    (reward, RM + "--max_length 3", "3 set aside: prompt over 2 tokens even without its older turns"),
+    (rlhf, RL + "--data pairs", "--data pairs has no prompts data, only preference"),
+    (rlhf, RL.replace("64", "3"), "3 set aside: over --max_prompt_length 3 even without its older turns"),
+    # the output folder
+    (sft, "--model sft --output_dir reward", "reward holds a finished run; choose another --output_dir"),
+    (rlhf, RL.replace("out ", "rlhf "), "rlhf holds a finished run"),
+    (rlhf, RL.replace("out ", "sft "), "sft holds a finished run"),
+    (reward, "--model sft --output_dir file", "file is a file; choose a folder"),
+    (reward, "--model sft --output_dir file/deeper", "file is a file; choose a folder"),
+    # the engine
+    (sft, SFT + "--dtype fp16", "--dtype fp16 does not train on a CPU"),
+    (sft, SFT + "--offload_optimizer", "--offload_optimizer needs --zero_stage 1, 2 or 3"),
+    (reward, RM + "--offload_param --zero_stage 2", "--offload_param needs --zero_stage 3, seen 2"),
+    (rlhf, RL + "--zero_stage 3 --critic_zero_stage 0 --offload_param", "--offload_param needs --zero_stage 3, seen 0"),
+    (rlhf, RL + "--offload_frozen", "--offload_frozen needs --frozen_zero_stage 3"),
+    (sft, SFT + "--ds_config ds.json", "--ds_config has zero_optimization.stage 2, the flags say 0"),
+    (sft, SFT + "--ds_config nowhere.json", "--ds_config nowhere.json: "),
+    (sft, SFT + "--report_to wandb", "--report_to wandb: the package is not installed"),
+    # the roles of step 3
+    (rlhf, "--actor reward --critic reward", "--actor reward is of stage 'reward', wanted 'sft'"),
+    (rlhf, "--actor sft --critic sft", "--critic sft is of stage 'sft', wanted 'reward'; " + MAKE_REWARD),
+    (rlhf, "--actor sft --critic rlhf", "did you mean rlhf/critic?"),
+    (rlhf, "--actor sft --critic rlhf/critic", "--critic rlhf/critic is of stage 'rlhf-critic', wanted 'reward'"),
+    (rlhf, "--actor sft --critic unfinished", "--critic unfinished: no finished model there"),
+    (rlhf, RL + "--ref reward", "--ref reward is of stage 'reward', wanted 'sft'"),
+    (rlhf, RL + "--reward sft", "--reward sft is of stage 'sft', wanted 'reward'; " + MAKE_REWARD),
+    (rlhf, RL + "--reward damaged", "--reward damaged is of stage 'sft'"),
+    (rlhf, RL + "--reward foreign", "foreign has no reward_stats.json, which --score_norm center needs"),
+    (rlhf, RL + "--reward foreign --score_norm none", "foreign has no trained scalar head; make one with"),
+    (rlhf, RL.replace("reward", "unscored"), "unscored has no reward_stats.json, which --score_norm center needs"),
+    (rlhf, RL + "--reward nofile.py:good", "there is no file nofile.py"),
+    (rlhf, RL + "--reward rewards.py:goood", "rewards.py has no function goood; it has good, bad"),
+    (rlhf, RL + "--reward rewards.py:bad", "wanted bad(prompts, completions, **columns), seen bad(texts)"),
+    (rlhf, RL + "--reward rewards.py:good --reward_weights 1 2", "--reward_weights has 2 numbers for 1 reward sources"),
+    (rlhf, RL.replace("reward ", "gpt2 ") + "--reward rewards.py:good", "--critic gpt2 has another tokenizer"),
+    (rlhf, RL + "--rollout_batch_size 10", "--rollout_batch_size 10 is not a multiple of --minibatch_size 32"),
+    (rlhf, RL + "--num_generations 3", "--rollout_batch_size 64 is not a multiple of --num_generations 3"),
+    (rlhf, RL + "--max_prompt_length 2041", "ask for 2049 tokens a sequence, the model has positions for 2048"),
+    # the words
+    (rlhf, RL + "--rollout_bach_size 8", "unknown flag --rollout_bach_size; the nearest is --rollout_batch_size"),
+    (sft, SFT + "--config nowhere.yaml", "--config nowhere.yaml: "),
+    (sft, SFT + "--config ds.json", "ds.json: unknown key 'zero_optimization'"),
+]
+
+
+@pytest.mark.parametrize(("module", "words", "message"), CASES, ids=[f"{m.__name__[:5]} {w}" for m, w, _ in CASES])
+def test_a_mistake_is_told_in_one_line_and_leaves_nothing(module, words, message, world, monkeypatch, capfd):
+    assert message in mistake(world, module, words, monkeypatch, capfd)
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(world, monkeypatch, capfd):
+    run = checkpoint.RunFolder(world / "busy")
+    try:
+        words = "--model sft --output_dir busy"
+        assert f"busy is being written by process {os.getpid()}" in mistake(world, sft, words, monkeypatch, capfd)
+    finally:
+        run.release()
+
+
+def test_as_a_process_too(world):
+    """Found only while the model loads, when the output folder exists: the process takes it away at its exit."""
+    before = snapshot(world)
+    words = [
+        sys.executable,
+        ROOT / "step1_sft/train.py",
+        "--model",
+        "classifier",
+        "--data",
+        "data",
+        "--output_dir",
+        "out",
+    ]
+    done = subprocess.run(words, cwd=world, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: classifier lacks weights of a causal language model: lm_head.weight")
+    assert "writing to out" in done.stdout and snapshot(world) == before
