@@ -195,6 +195,7 @@ class MetricsLogger:
             return
         row = {name: number(value) for name, value in metrics.items()}
         seconds = {name: number(value) for name, value in (timings or {}).items()}
+        assert not {"step", "time"} & seconds.keys(), "these names are taken"
         self.metrics_file.write({"step": step, **row})
         self.timings_file.write({"step": step, "time": round(time.time(), 3), **seconds})
         # curves show what is finite; TensorBoard would draw a NaN as a gap anyway, W&B stores null

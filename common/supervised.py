@@ -88,7 +88,7 @@ def train(
         if eval_set and (is_last or (batches.eval_steps and (step + 1) % batches.eval_steps == 0)):
             figures, eval_sums = evaluate(model, eval_set, task, batches)
             record |= {f"eval_{name}": value for name, value in figures.items()}
-        log.log(step + 1, record, {"step": clock.seconds()})
+        log.log(step + 1, record, {"total": clock.seconds()})
     return record, eval_sums
 
 
