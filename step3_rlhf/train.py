@@ -153,10 +153,8 @@ def main() -> None:
     stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.actor))
     _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     prompts, report = data.tokenise_prompts(tokenizer, data.read_rows(files.train), args.max_prompt_length)
-    if (
-        not models.load_tokenizer(args.critic, args.trust_remote_code).get_vocab().items()
-        <= tokenizer.get_vocab().items()
-    ):
+    critic_tokenizer = models.load_tokenizer(args.critic, args.trust_remote_code)
+    if not critic_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
         raise UserError(
             f"--critic {args.critic} has another tokenizer than the actor, whose tokens it has to read; take one trained from the same base model, or the actor itself with --reward"
         )
