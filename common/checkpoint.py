@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 STAGE_FILE = "stage.json"
 STAGES = ("base", "sft", "dpo", "reward", "rlhf-actor", "rlhf-critic")
 _ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "sentencepiece")
+_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece")
 _HOW_TO_MAKE = {
     "base": "python step0_data/prepare.py --dataset tiny --output_dir data",
     "sft": "python step1_sft/train.py --model BASE --data data --output_dir models/sft",

@@ -143,20 +143,20 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, params: SamplingParams) ->
     Returns:
         tokens (B,) and their log-probs (B,) fp32 under the whole (untruncated) distribution at `params.temperature`.
     """
-    scaled = logits.float() / params.temperature
-    log_normaliser = scaled.logsumexp(-1)
+    logprobs = torch.log_softmax(logits.float() / params.temperature, -1)
     if params.greedy:
         tokens = logits.argmax(-1)
     else:
-        kept = _truncate(scaled, params.top_k, params.top_p)
+        is_whole = params.top_p >= 1 and params.top_k == 0
+        kept = logprobs.exp() if is_whole else torch.softmax(_truncate(logprobs, params.top_k, params.top_p), -1)
         # fp64: in fp32 a running sum over a large vocabulary swallows rare tokens.
-        cumulative = torch.softmax(kept, -1).cumsum(-1, dtype=torch.float64)
+        cumulative = kept.cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         # Strictly below the total, also where the product rounds up to it: what lies beyond has no probability.
         target = torch.minimum(noise.to(cumulative)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
         # The clamp is for NaN logits only: their log-prob is NaN too, and the trainer stops on it.
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
-    return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - log_normaliser
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
 def mask_of(response: torch.Tensor, stop_ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

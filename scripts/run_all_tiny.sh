@@ -10,6 +10,8 @@
 #   LAUNCH                what starts a stage (python), for example LAUNCH="deepspeed --num_accelerators 2"
 #   SHUFFLE_PREFERENCES=1 negative control: who is preferred is decided by a coin, so nothing can be learned in step 2
 set -euo pipefail
+
+main() { # one function, so that bash has read all of it before it starts: the file may change meanwhile
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=$(realpath -m --relative-base="$root" "${OUT:-$root/out/tiny}") # a relative OUT is meant from where you are
 cd "$root"
@@ -76,3 +78,5 @@ stage evaluation "$out/evaluation.json" python scripts/evaluate.py \
     --max_completion_length 40 --seed "$seed" --output "$out/evaluation.json"
 
 python scripts/tiny_summary.py --out "$out"
+}
+main

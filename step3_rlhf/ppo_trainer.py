@@ -83,10 +83,10 @@ class PPOTrainer:
         self.kl_coef = self.ppo.kl_coef
         self.episodes = 0
 
-    def step(self, step: int, prompts: list[data.PromptExample]) -> tuple[dict, dict, list[dict]]:
+    def step(self, step: int, prompts: list[data.PromptExample], num_samples: int = 3) -> tuple[dict, dict, list[dict]]:
         """One RL step (counted from 1) on its prompts, the same list on every rank.
 
-        Returns metrics, seconds by phase, and the sampled responses as rows for samples.jsonl.
+        Returns metrics, seconds by phase, and the first `num_samples` responses as rows for samples.jsonl.
         """
         ppo, clock, seconds = self.ppo, Stopwatch(), {}
         prompts = [prompt for prompt in prompts for _ in range(ppo.num_generations)]
@@ -142,7 +142,7 @@ class PPOTrainer:
         if ppo.kl_target is not None:
             seen_kl = float(metrics["objective/kl"])
             self.kl_coef = adapt_kl_coef(self.kl_coef, seen_kl, ppo.kl_target, ppo.kl_horizon, len(prompts))
-        return metrics, seconds | {"total": sum(seconds.values())}, self.samples(prompts, experience, kl)
+        return metrics, seconds | {"total": sum(seconds.values())}, self.samples(prompts[:num_samples], experience, kl)
 
     @torch.no_grad()
     def old_quantities(self, rollout: Rollout, plan: exp.ForwardPlan) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ class PPOTrainer:
         return logits if self.sampling.temperature == 1.0 else logits / self.sampling.temperature
 
     def samples(self, prompts: list[data.PromptExample], experience: exp.Experience, kl: Tensor) -> list[dict]:
-        """All responses of the step, readable."""
+        """The responses to the step's first prompts, readable."""
         kl_sum, lengths = masked_sum(kl, experience.mask, dim=1).tolist(), experience.mask.sum(1).tolist()
         return [
             {

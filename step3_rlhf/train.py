@@ -271,10 +271,12 @@ def main() -> None:
     record = {}
     for step in range(1, total_steps + 1):
         rows = data.step_rows(step - 1, prompts_per_step, len(prompts), args.seed, epochs)
-        record, seconds, samples = trainer.step(step, [prompts[row] for row in rows])
+        shows_samples = args.sample_steps and (step % args.sample_steps == 0 or step == total_steps)
+        num_samples = 3 if shows_samples else 0
+        record, seconds, samples = trainer.step(step, [prompts[row] for row in rows], num_samples)
         log.log(step, record, seconds)
-        if args.sample_steps and (step % args.sample_steps == 0 or step == total_steps):
-            log.samples(step, samples[:3])
+        if samples:
+            log.samples(step, samples)
 
     # 5. Whole HF folders; the actor's stage.json comes last and marks the run as finished.
     parents = {
@@ -301,7 +303,7 @@ def main() -> None:
                 data=files.record(),
                 metrics=final,
             )
-    runs.finish(folder, log, f"python scripts/chat.py {folder.path / 'actor'}")
+    runs.finish(folder, log, f"python scripts/chat.py --model {folder.path / 'actor'}")
 
 
 if __name__ == "__main__":
