@@ -41,7 +41,7 @@ def test_every_step_reaches_the_files_and_only_timings_know_the_clock(tmp_path, 
 def test_equal_runs_write_equal_bytes(tmp_path):
     for name in "ab":
         with make(tmp_path / name) as log:
-            log.log(1, {"loss": 0.1 + 0.2, "kl": torch.tensor(1 / 3)}, {"step": 1.0})
+            log.log(1, {"loss": 0.1 + 0.2, "kl": torch.tensor(1 / 3)}, {"total": 1.0})
             log.samples(1, [{"row": 0, "prompt": "p", "response": "r", "score": 1.0}])
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
