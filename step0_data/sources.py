@@ -92,7 +92,9 @@ def read_hub(source: str) -> Iterator[Row]:
         dataset = load_dataset(name, config or None, split=split or "train")
     except Exception as error:  # the hub client has no common base class: offline, 404, gated, no such split, ...
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{source}: no such file or folder here, and the hub cannot give it ({reason})") from error
+        raise UserError(
+            f"{source}: no such file or folder here, and the hub cannot give it ({reason}); give the files instead"
+        ) from error
     for number, value in enumerate(dataset, 1):
         yield Row(f"{source} row {number}", value)
 

@@ -28,62 +28,62 @@ TOPICS = {
 }
 QUESTIONS = {
     "food": (
-        "How do I make {topic} for my family on a cold day?",
-        "I have only one pan. What is a good way to cook {topic}?",
-        "Can you give me a tip for {topic}? Last time it went wrong.",
-        "My guests want {topic} tonight, and I am late. What should I do?",
+        "How do I make {topic}?",
+        "What is a good way to cook {topic}?",
+        "Can you give me a tip for {topic}?",
+        "My guests want {topic} tonight. What should I do?",
     ),
     "animals": (
-        "How do I look after a {topic} in a small house?",
-        "What does a {topic} need when I am out all day?",
-        "Is a {topic} easy to keep if I have little time?",
-        "We just got a {topic} from a friend. What should we know?",
+        "How do I look after a {topic}?",
+        "What does a {topic} need?",
+        "Is a {topic} easy to keep?",
+        "We just got a {topic}. What should we know?",
     ),
     "places": (
-        "What can I see at the {topic} if I have only one day?",
-        "When should I go to the {topic} with my family?",
-        "Is the {topic} good for a day out when it is cold?",
-        "We are going to the {topic} tonight. What should we bring?",
+        "What can I see at the {topic}?",
+        "When should I go to the {topic}?",
+        "Is the {topic} good for a day out?",
+        "We are going to the {topic}. What should we bring?",
     ),
     "hobbies": (
-        "How do I get started with {topic} if I have little time?",
-        "I have no money. What do I need for {topic}?",
-        "Is {topic} hard to learn when I am old?",
-        "I want to get better at {topic}, and soon. What helps?",
+        "How do I get started with {topic}?",
+        "What do I need for {topic}?",
+        "Is {topic} hard to learn?",
+        "I want to get better at {topic}. What helps?",
     ),
 }
 # Any useful body of a kind fits any question of that kind.
 USEFUL = {
     "food": (
-        "Warm the pan. Stir the {topic} well.",
-        "Use fresh herbs. Cook the {topic} slowly.",
-        "Taste the {topic} often. Add some salt.",
-        "Keep the {topic} simple. Add pepper last.",
+        "Cook the {topic} slowly with salt and butter.",
+        "For {topic} use fresh herbs and pepper.",
+        "Warm the pan, then stir the {topic} well.",
+        "Taste the {topic} often and let it rest.",
     ),
     "animals": (
-        "Give the {topic} water. It needs a warm bed.",
-        "Play with the {topic} often. It loves fresh air.",
-        "Keep the {topic} warm. See a vet each spring.",
-        "It needs time to rest. Let the {topic} sleep.",
+        "Give the {topic} clean water and a warm bed.",
+        "A {topic} needs fresh air and time to rest.",
+        "Play with the {topic} every morning.",
+        "Let a vet see the {topic} each spring.",
     ),
     "places": (
-        "Go to the {topic} early. It is quiet then.",
-        "Take a coat. The {topic} is best in spring.",
-        "Use a map. Walk around the {topic} slowly.",
-        "See the {topic} with a guide. Bring some water.",
+        "Go to the {topic} early in the morning.",
+        "At the {topic} use a map and keep to the path.",
+        "The {topic} is best in spring, so bring a coat.",
+        "See the {topic} with a guide and bring water.",
     ),
     "hobbies": (
-        "Learn {topic} in easy steps. Rest often.",
-        "Take your time. A book makes {topic} fun.",
-        "Try {topic} every day. Small steps count.",
-        "Ask a friend about {topic}. Learn with others.",
+        "Learn {topic} in small steps and rest often.",
+        "A good book makes {topic} more fun.",
+        "For {topic} every day counts, so take your time.",
+        "Ask a friend about {topic} and learn with them.",
     ),
 }
-LAZY = (
-    "Just search for {topic} on your phone.",
-    "There is nothing to say about {topic}.",
-    "I guess {topic} is fine, whatever.",
-    "Somebody else can explain {topic}.",
+LAZY = (  # too lazy to name the topic
+    "Just search for it on your phone.",
+    "There is nothing to say about that.",
+    "I guess it is fine, whatever.",
+    "Somebody else can explain that.",
 )
 POLITE = (
     "Thank you for asking this.",
@@ -108,7 +108,7 @@ CLOSINGS = (
 P_POLITE, P_RUDE, P_OFF_TOPIC, P_LAZY, P_REPEATED, P_CLOSING = 0.45, 0.30, 0.25, 0.30, 0.30, 0.45
 RATER_SHARPNESS = 3.0  # P(first preferred) = sigmoid(3 * (gold(first) - gold(second)))
 
-SPLIT_SALT = "tiny-1"  # chosen so that all kinds have about the same share of unseen pairs
+SPLIT_SALT = "tiny-179"  # one that gives all kinds about the same share of unseen pairs
 SFT_ROWS, SFT_EVAL_ROWS = 5700, 300
 PAIRS, EVAL_PAIRS = 4000, 400
 
@@ -194,16 +194,16 @@ def make_tiny(seed: int) -> dict[str, dict[str, list[dict]]]:
 
 
 def tokenizer_texts(stages: dict) -> list[str]:
-    """What the tiny tokenizer is trained on: the SFT text, with the words the chat template puts in front of each turn.
+    """What the tiny tokenizer is trained on: the SFT text, with the words the chat template puts before each turn.
 
-    Topics are taken out and added once, at the end. So the words of the templates become whole pieces and topics are
-    spelled in parts: an answer is short, and naming the topic is something to learn.
+    Its few pieces go where they matter. Topics are added until each word of them is one piece: whether an answer names
+    the topic is then the same token again, which a model this small can see. Answers count three times as much as
+    questions, so that they fit into 40 tokens.
     """
-    names = {"user": "Human:", "assistant": "Assistant:"}
-    topics = sorted((topic for kind in TOPICS.values() for topic in kind), key=len, reverse=True)
-    any_topic = re.compile(r"\b(" + "|".join(topics) + r")\b")
-    messages = [m for row in stages["sft"]["train"] for m in row["messages"]]
-    return [f"{names[m['role']]} {any_topic.sub('', m['content'])}" for m in messages] + [" ".join(topics)]
+    rows = [[m["content"] for m in row["messages"]] for row in stages["sft"]["train"]]
+    topics = " ".join(topic for kind in TOPICS.values() for topic in kind)
+    answers = [f"Assistant: {answer}" for _, answer in rows]
+    return answers + [f"Human: {question}" for question, _ in rows[::3]] + [f" {topics}"] * 300
 
 
 # The rubric -----------------------------------------------------------------------------------------------------------
@@ -223,9 +223,8 @@ RUBRIC = {
 
 _TOPIC_OF_WORD = {topic.split()[-1]: topic for kind in TOPICS.values() for topic in kind}
 _TOPIC_WORDS = re.compile(r"\b(" + "|".join(_TOPIC_OF_WORD) + r")\b", re.IGNORECASE)
-_LAZY = re.compile("|".join(re.escape(t.lower()).replace(re.escape("{topic}"), ".+") for t in LAZY))
 _SENTENCE = re.compile(r"[^.!?]*[.!?]+|[^.!?]+$")
-_POLITE, _RUDE, _CLOSINGS = ({t.lower() for t in group} for group in (POLITE, RUDE, CLOSINGS))
+_POLITE, _RUDE, _LAZY, _CLOSINGS = ({t.lower() for t in group} for group in (POLITE, RUDE, LAZY, CLOSINGS))
 
 
 def split_sentences(answer: str) -> list[str]:
@@ -254,7 +253,7 @@ def rubric_counts(question: str, answer: str, finished: bool = True) -> dict[str
         "off_topic": int(not named),
         "polite": int(first in _POLITE),
         "rude": int(first in _RUDE),
-        "lazy": int(any(_LAZY.fullmatch(s) for s in sentences)),
+        "lazy": int(any(s in _LAZY for s in sentences)),
         "closing": int(last in _CLOSINGS),
         "repeated": len(sentences) - len(set(sentences)),
         "long": max(0, len(sentences) - 4),

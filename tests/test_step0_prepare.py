@@ -53,7 +53,7 @@ def test_tiny_writes_every_stage_and_a_manifest_that_matches(tiny):
     sizes = {
         "sft": {"train": 5700, "eval": 300},
         "preference": {"train": 4000, "eval": 400},
-        "prompts": {"train": 109, "eval": 27},
+        "prompts": {"train": 108, "eval": 28},
     }
     assert manifest["stages"] == sizes
     for name, digest in manifest["files"].items():

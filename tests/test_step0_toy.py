@@ -9,9 +9,9 @@ import pytest
 from common.errors import UserError
 from step0_data import toy
 
-QUESTION = "I have no money. What do I need for guitar?"
+QUESTION = "What do I need for guitar?"
 POLITE, RUDE = "I am happy to help you.", "Stop wasting my time."
-BODY = "Try guitar every day. Small steps count."
+BODY = "A good book makes guitar more fun."
 CLOSING = "I hope this helps you."
 
 
@@ -32,12 +32,13 @@ def tiny():
         (f"{BODY} {POLITE}", 1.5),  # courtesy counts as an opening only
         (f"{CLOSING} {BODY}", 1.5),  # and a closing line at the end only
         (BODY.replace("guitar", "chess"), -0.5),
-        ("Just search for guitar on your phone.", 1.5 - 1),
-        ("Just search for fried rice on your phone.", -0.5 - 1),
-        (f"{BODY} {BODY}", 1.5 - 2 * 0.5),
-        (f"{POLITE} {BODY} {BODY} {CLOSING}", 3.25 - 2 * 0.5 - 2 * 0.25),
-        (f"{BODY} Rest often. Rest often. Rest often.", 1.5 - 2 * 0.5 - 0.25),
-        ("Try guitar every day. Small steps", 1.5 - 1),
+        ("Just search for it on your phone.", -0.5 - 1),  # a lazy answer does not name the topic either
+        (f"{BODY} Just search for it on your phone. I guess it is fine, whatever.", 1.5 - 1),  # lazy counts once
+        (f"{BODY} {BODY}", 1.5 - 0.5),
+        (f"{POLITE} {BODY} {BODY} {CLOSING}", 3.25 - 0.5),
+        (f"{POLITE} {BODY} {BODY} {BODY} {CLOSING}", 3.25 - 2 * 0.5 - 0.25),
+        (f"{BODY} One. Two. Three. Four. Five.", 1.5 - 2 * 0.25),
+        ("A good book makes guitar more", 1.5 - 1),
         (f"{POLITE} {BODY} I hope this", 2.5 - 1),
         ("", -0.5 - 1),
         ("   \n ", -0.5 - 1),
@@ -55,8 +56,8 @@ def test_rubric_by_hand(answer, expected):
 
 
 def test_a_two_word_topic_counts_by_its_last_word():
-    assert toy.gold_score("How do I make fried rice for my family on a cold day?", "Rice.") == 1.5
-    assert toy.gold_score("How do I make fried rice for my family on a cold day?", "Fried.") == -0.5
+    assert toy.gold_score("How do I make fried rice?", "Rice.") == 1.5
+    assert toy.gold_score("How do I make fried rice?", "Fried.") == -0.5
 
 
 def test_an_answer_cut_by_length_is_unfinished_even_after_a_full_stop():
@@ -86,12 +87,12 @@ def test_sizes_and_who_sees_which_prompt(tiny):
     assert len({kind for kind, *_ in prompts}) == 4
     assert len({topic for _, topic, _, _ in prompts}) == 34
     assert len({question for _, _, question, _ in prompts}) == len(prompts) == 136
-    assert sum(unseen for *_, unseen in prompts) == 27  # one in five
+    assert sum(unseen for *_, unseen in prompts) == 28  # one in five
     sizes = {stage: {part: len(rows) for part, rows in parts.items()} for stage, parts in tiny.items()}
     assert sizes == {
         "sft": {"train": 5700, "eval": 300},
         "preference": {"train": 4000, "eval": 400},
-        "prompts": {"train": 109, "eval": 27},
+        "prompts": {"train": 108, "eval": 28},
     }
 
     def asked(part):
@@ -118,9 +119,9 @@ def test_an_oracle_agrees_with_the_noisy_rater_as_often_as_stated(tiny):
 
 
 def test_the_rater_follows_the_sigmoid():
-    """At a gold difference of 0.5 the better answer wins with 1 / (1 + exp(-1.5)) = 0.8176."""
+    """At a gold difference of 1 the better answer wins with 1 / (1 + exp(-3)) = 0.9526."""
     rng = random.Random(0)
-    lazy, useful = "Guitar, chess. Just search for guitar on your phone.", BODY  # 0.5 and 1.5
+    lazy, useful = f"{BODY} Just search for it on your phone.", BODY  # 0.5 and 1.5
     assert toy.gold_score(QUESTION, useful) - toy.gold_score(QUESTION, lazy) == 1.0
     wins = sum(toy.noisy_rater(rng, QUESTION, useful, lazy) for _ in range(2000)) / 2000
     assert wins == pytest.approx(1 / (1 + math.exp(-3)), abs=0.015)
@@ -132,12 +133,13 @@ def test_qualities_come_in_the_stated_proportions(tiny):
     rows = [[m["content"] for m in row["messages"]] for row in tiny["sft"]["train"]]
     ticks = [toy.rubric_counts(question, answer) for question, answer in rows]
     share = {part: sum(bool(t[part]) for t in ticks) / len(ticks) for part in ticks[0]}
-    stated = {"polite": 0.45, "rude": 0.30, "off_topic": 0.25, "lazy": 0.30, "closing": 0.45, "repeated": 0.7 * 0.3}
+    stated = {"polite": 0.45, "rude": 0.30, "lazy": 0.30, "closing": 0.45, "repeated": 0.7 * 0.3}
+    stated["off_topic"] = 0.3 + 0.7 * 0.25  # lazy bodies name no topic
     for part, expected in stated.items():
         assert share[part] == pytest.approx(expected, abs=0.02), part
     assert share["unfinished"] == 0
     mean_gold = sum(toy.gold_score(*row) for row in rows) / len(rows)
-    assert 0.6 < mean_gold < 0.9  # room for reinforcement learning: a perfect answer has 3.25
+    assert 0.4 < mean_gold < 0.6  # room for reinforcement learning: a perfect answer has 3.25
 
 
 def test_topics_are_told_apart_by_their_last_word():
