@@ -316,7 +316,7 @@ def test_a_step_equals_its_definition_in_float64(variant, monkeypatch):
     expected = definition(ppo, temperature, ORDERS)
     trainer = trainer_of(ppo, temperature=temperature)
     gradients = {"actor": first_gradients(trainer.actor), "critic": first_gradients(trainer.critic)}
-    metrics, _, samples = trainer.step(1, prompts_of(), num_samples=99)
+    metrics, _, samples = trainer.step(1, prompts_of(), num_samples=9)
     for name, value in expected["metrics"].items():
         assert float(metrics[name]) == pytest.approx(value, abs=1e-5, rel=1e-5), name
     for role in ("actor", "critic"):
@@ -343,7 +343,7 @@ def test_a_step_equals_its_definition_in_float64(variant, monkeypatch):
 def outcome(trainer: PPOTrainer, prompts=None, steps: int = 1):
     trainer.sampler = CurrentSampler(trainer)
     for step in range(1, steps + 1):
-        metrics, _, samples = trainer.step(step, prompts or prompts_of(), num_samples=99)
+        metrics, _, samples = trainer.step(step, prompts or prompts_of(), num_samples=9)
     return metrics, samples, trainer.actor.state() | {f"critic {n}": v for n, v in trainer.critic.state().items()}
 
 
@@ -384,18 +384,19 @@ def test_without_kl_no_reference_is_needed_and_nothing_changes():
 # ---- scores, truncation, warm-up, the KL coefficient
 
 
-def rewards_seen(trainer: PPOTrainer, monkeypatch) -> torch.Tensor:
+def rewards_seen(trainer: PPOTrainer, monkeypatch, step: int = 1) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """The token rewards of a step, the mask, and the metrics."""
     seen, gae = [], ppo_trainer.gae
     monkeypatch.setattr(
         ppo_trainer, "gae", lambda r, v, m, gamma, lam: (seen.append((r, m)), gae(r, v, m, gamma, lam))[1]
     )
-    trainer.step(1, prompts_of(), num_samples=99)
-    return seen[0]
+    metrics = trainer.step(step, prompts_of())[0]
+    return *seen[0], metrics
 
 
 def test_the_score_lands_on_the_last_token_and_truncation_is_charged(monkeypatch):
     ppo = dataclasses.replace(BASE, kl_coef=0.0, missing_eos_penalty=3.0, score_clip=5.0)
-    seen, mask = rewards_seen(trainer_of(ppo, ref=False), monkeypatch)
+    seen, mask, _ = rewards_seen(trainer_of(ppo, ref=False), monkeypatch)
     assert seen.tolist() == [
         [0, 0, 1.0, 0, 0],  # on the EOS
         [0, 0, 0, 0, -0.5 - 3.0],
@@ -410,7 +411,7 @@ def test_sources_are_weighted_and_reported_apart(monkeypatch):
     ppo = dataclasses.replace(BASE, kl_coef=0.0, missing_eos_penalty=None, score_clip=None)
     some = rewards.RewardFunction("some", lambda prompts, completions, **_: [1.0, None, None, 2.0, None])
     trainer = trainer_of(ppo, ref=False, sources=[score_source(), some], weights=[1.0, 10.0])
-    metrics = trainer.step(1, prompts_of(), num_samples=99)[0]
+    metrics = trainer.step(1, prompts_of())[0]
     assert float(metrics["rewards/some/mean"]) == 1.5 and float(metrics["rewards/some/std"]) == 0.5
     assert float(metrics["objective/scores"]) == pytest.approx((1 + 10 - 0.5 + 7.5 + 0.25 + 20 + 0.5) / 5)
 
@@ -418,7 +419,7 @@ def test_sources_are_weighted_and_reported_apart(monkeypatch):
 def test_while_the_critic_warms_up_the_actor_stays_as_it_is():
     trainer = trainer_of(dataclasses.replace(BASE, critic_warmup_steps=1))
     before = copy.deepcopy(outcome_state(trainer))
-    metrics = trainer.step(1, prompts_of(), num_samples=99)[0]
+    metrics = trainer.step(1, prompts_of())[0]
     after = copy.deepcopy(outcome_state(trainer))
     assert all(torch.equal(after["actor"][name], value) for name, value in before["actor"].items())
     assert not all(torch.equal(after["critic"][name], value) for name, value in before["critic"].items())
@@ -434,18 +435,19 @@ def outcome_state(trainer: PPOTrainer) -> dict:
 
 
 @pytest.mark.parametrize("target", [0.01, 1000.0])
-def test_the_kl_coefficient_is_steered_to_its_target(target):
+def test_the_kl_coefficient_is_steered_to_its_target(target, monkeypatch):
     ppo = dataclasses.replace(BASE, kl_target=target, kl_horizon=50.0, num_ppo_epochs=1)
     trainer = trainer_of(ppo)
-    first = trainer.step(1, prompts_of(), num_samples=99)[0]
+    first = trainer.step(1, prompts_of())[0]
     error = max(-0.2, min(0.2, (float(first["objective/kl"]) - target) / target))
     coefficient = 0.3 * (1 + error * 5 / 50)
     assert abs(error) == 0.2 and trainer.kl_coef == pytest.approx(coefficient)
     trainer.sampler = CurrentSampler(trainer)
-    second = trainer.step(2, prompts_of())[0]
+    seen, _, second = rewards_seen(trainer, monkeypatch, step=2)
     assert first["kl_coef"] == 0.3 and second["kl_coef"] == pytest.approx(coefficient)
     toll = float(second["objective/non_score_reward"])
     assert toll == pytest.approx(-coefficient * float(second["objective/kl"]), rel=1e-5) and second["episode"] == 10
+    assert float(seen.sum() / 5) == pytest.approx(float(second["objective/rlhf_reward"]), rel=1e-5)
 
 
 # ---- the first ratio is 1, at every step
@@ -460,7 +462,7 @@ def test_several_epochs_on_sampled_responses_start_every_step_at_ratio_one(tempe
     trainer.sampler = hybrid_engine.RolloutEngine(trainer.actor, "native", 0, one_rank.start())
     responses = []
     for step in (1, 2, 3):
-        metrics, seconds, samples = trainer.step(step, prompts_of(), num_samples=99)
+        metrics, seconds, samples = trainer.step(step, prompts_of(), num_samples=9)
         assert float(metrics["val/ratio_first"]) == pytest.approx(1.0, abs=1e-5)
         assert float(metrics["rollout/logprob_gap_max"]) < 1e-5
         assert abs(float(metrics["val/ratio"]) - 1) > 1e-4, "four epochs move the policy"
@@ -473,7 +475,7 @@ def test_several_responses_to_a_prompt_stand_side_by_side():
     ppo = dataclasses.replace(BASE, num_generations=3, minibatch_size=6)
     trainer = trainer_of(ppo)
     trainer.sampler = hybrid_engine.RolloutEngine(trainer.actor, "native", 0, one_rank.start())
-    metrics, _, samples = trainer.step(1, prompts_of(ROWS[:2]), num_samples=99)
+    metrics, _, samples = trainer.step(1, prompts_of(ROWS[:2]), num_samples=9)
     assert [sample["prompt"] for sample in samples] == [str(ROWS[0][0])] * 3 + [str(ROWS[1][0])] * 3
     assert len({sample["response"] for sample in samples[:3]}) > 1 and metrics["episode"] == 6
 
@@ -496,7 +498,7 @@ def test_a_sampler_of_other_weights_stops_the_run_before_any_update():
     trainer = trainer_of(sampler=WrongSampler(3.5e-4))
     before = copy.deepcopy(outcome_state(trainer))
     with pytest.raises(FloatingPointError, match=r"step 1, response 3: the sampler's log-probs differ .* 3\.\d+e-04"):
-        trainer.step(1, prompts_of(), num_samples=99)
+        trainer.step(1, prompts_of())
     after = outcome_state(trainer)
     assert all(torch.equal(after[role][n], value) for role in after for n, value in before[role].items())
     trainer_of(sampler=WrongSampler(5e-5)).step(1, prompts_of())
@@ -535,7 +537,7 @@ def test_dropout_left_on_is_found(monkeypatch):
 
     monkeypatch.setattr(PPOTrainer, "old_quantities", in_eval_mode)
     with pytest.raises(FloatingPointError, match="step 1: the first minibatch's ratio is"):
-        trainer.step(1, prompts_of(), num_samples=99)
+        trainer.step(1, prompts_of())
 
 
 # ---- how a step is cut up
