@@ -24,16 +24,18 @@ TIMEOUT = 300  # seconds for one test
 
 # Before torch is imported, and inherited by every test. No bytecode: a mutant of the same length, written within the
 # same second, would be taken for the file before it. No pytest plugins: hypothesis' alone costs a second a test.
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false")
 os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 sys.dont_write_bytecode = True
 
 # Imported here once, so that each test, a fork of this process, starts in a tenth of a second and not in four.
 # Nothing of this project is: every fork imports its own copy.
+import deepspeed  # noqa: E402, F401
 import pytest  # noqa: E402
 import torch  # noqa: E402, F401
 import transformers.loss.loss_utils  # noqa: E402
-import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
+import transformers.models.gpt2.modeling_gpt2  # noqa: E402
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
 import yaml  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.markup import escape  # noqa: E402
