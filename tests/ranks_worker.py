@@ -87,8 +87,9 @@ def run_ppo(folder: Path, stage: int, steps: int, replay: list | None, device) -
     ppo = PPO(
         minibatch_size=7, per_device_train_batch_size=2, rollout_forward_batch_size=4, num_ppo_epochs=2,
         num_generations=1, kl_coef=0.1, kl_estimator="k1", kl_target=None, kl_horizon=1.0, kl_loss_coef=0.05,
-        kl_loss_estimator="k2", entropy_coef=0.01, cliprange=0.2, cliprange_high=None, dual_clip=None, cliprange_value=0.2, gamma=1.0,
-        lam=0.95, whiten_rewards=False, whiten_advantages=True, score_clip=5.0, missing_eos_penalty=1.0, length_penalty=None,
+        kl_loss_estimator="k2", entropy_coef=0.01, cliprange=0.2, cliprange_high=None, dual_clip=None,
+        cliprange_value=0.2, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True, score_clip=5.0,
+        missing_eos_penalty=1.0, length_penalty=None,
         critic_warmup_steps=0, seed=3,
     )  # fmt: skip
     sampling = generation.SamplingParams(10, 1.0, 1.0, 0, stop_ids, tokenizer.pad_token_id, 3)
