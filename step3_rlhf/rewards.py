@@ -16,6 +16,7 @@ import torch
 from common import chat_format, data
 from common.engine import FrozenModel
 from common.errors import UserError
+from common.functions import is_function
 from common.generation import Rollout
 from common.models import at_last_token
 
@@ -140,6 +141,12 @@ def fuse(scores: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
         row = int(silent.nonzero()[0])
         raise UserError(f"no reward source has an opinion on response {row} of this rank; at least one has to score it")
     return (stacked.nan_to_num(0.0) * torch.tensor(weights, device=stacked.device)[:, None]).sum(0)
+
+
+def short_names(specs: list[str]) -> list[str]:
+    """What metrics call each source: the last part of its folder, or its function; numbered where two would be one."""
+    names = [spec.rpartition(":")[2] if is_function(spec) else Path(spec).name for spec in specs]
+    return [name if names.count(name) == 1 else f"{name}{names[:i].count(name) + 1}" for i, name in enumerate(names)]
 
 
 def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:

@@ -132,10 +132,6 @@ def main() -> None:
     from step3_rlhf.ppo_trainer import PPO, PPOTrainer
 
     device = distributed.start(args.timeout_minutes, args.seed)
-    if args.rollout_batch_size < distributed.world_size():
-        raise UserError(
-            f"--rollout_batch_size {args.rollout_batch_size} is less than the {distributed.world_size()} ranks; every rank needs a response"
-        )
     dtype, why_dtype = models.choose_dtype(args.dtype, device)
     actor_engine = cli.pick(engine.Engine, args, dtype=dtype)
     critic_zero_stage = args.zero_stage if args.critic_zero_stage is None else args.critic_zero_stage
@@ -163,6 +159,11 @@ def main() -> None:
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
+    responses = args.num_generations * len(data.step_rows(0, prompts_per_step, len(prompts), args.seed, epochs))
+    if responses < distributed.world_size():
+        raise UserError(
+            f"a step of {responses} responses is less than the {distributed.world_size()} ranks, and every rank needs one; raise --rollout_batch_size, or with few prompts set --max_steps or --num_generations"
+        )
     total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
     optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
     notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
@@ -225,14 +226,14 @@ def main() -> None:
     needs_ref = args.kl_coef != 0 or args.kl_loss_coef != 0
     ref = frozen(language_model(args.ref or args.actor)) if needs_ref else None
     sources = []
-    for spec in reward_specs:
+    for spec, name in zip(reward_specs, rewards.short_names(reward_specs), strict=True):
         if spec in functions:
-            sources.append(rewards.RewardFunction(functions[spec].__name__, functions[spec]))
+            sources.append(rewards.RewardFunction(name, functions[spec]))
             continue
         reward_tokenizer = models.load_tokenizer(spec, args.trust_remote_code)
         chat_format.ensure_template(reward_tokenizer, args.chat_template)
         source = rewards.RewardModel(
-            Path(spec).name, frozen(scalar_model(spec)), reward_tokenizer, tokenizer, args.score_norm, *stats[spec]
+            name, frozen(scalar_model(spec)), reward_tokenizer, tokenizer, args.score_norm, *stats[spec]
         )
         sources.append(source)
         log.say(

@@ -12,7 +12,7 @@ import pytest
 from small_models import save_gpt2, save_llama, save_reward
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from common import checkpoint, cli
+from common import checkpoint, cli, distributed
 from step0_data import output
 from step1_sft import train as sft
 from step2_reward import train as reward
@@ -231,6 +231,17 @@ def test_a_folder_that_another_run_writes_to_is_refused(world, monkeypatch, capf
         assert f"busy is being written by process {os.getpid()}" in mistake(world, sft, words, monkeypatch, capfd)
     finally:
         run.release()
+
+
+@pytest.mark.parametrize(
+    ("flags", "responses"),
+    [("--rollout_batch_size 2 --minibatch_size 2 --max_steps 1", 2), ("--num_train_epochs 1", 3)],
+)
+def test_every_rank_needs_a_response(flags, responses, world, monkeypatch, capfd):
+    one_rank.start()
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    error = mistake(world, rlhf, RL + flags, monkeypatch, capfd)
+    assert f"a step of {responses} responses is less than the 4 ranks" in error
 
 
 def test_as_a_process_too(world):

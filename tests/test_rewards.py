@@ -260,6 +260,12 @@ def test_sources_are_weighted_and_added_and_silence_adds_nothing():
     assert fuse([one[:2]], [0.5]).tolist() == [0.5, 1.0]
 
 
+def test_every_source_has_a_name_of_its_own():
+    specs = ["models/reward", "old/reward/", "rules.py:length", "sub/dir.py:length", "sub/dir.py:other", "owner/name"]
+    assert rewards.short_names(specs) == ["reward1", "reward2", "length1", "length2", "other", "name"]
+    assert rewards.short_names(["models/reward", "rules.py:length"]) == ["reward", "length"]
+
+
 def test_a_response_that_no_source_scores_is_an_error():
     nan = math.nan
     with pytest.raises(UserError, match="no reward source has an opinion on response 1"):
