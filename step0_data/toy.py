@@ -55,28 +55,28 @@ QUESTIONS = {
 # Any useful body of a kind fits any question of that kind.
 USEFUL = {
     "food": (
+        "Cook the {topic} slowly with salt and butter.",
         "For {topic} use fresh herbs and pepper.",
+        "Warm the pan, then stir the {topic} well.",
         "Taste the {topic} often and let it rest.",
-        "Warm the pan. Then stir the {topic} well.",
-        "Take your time. Add butter to the {topic}.",
     ),
     "animals": (
         "Give the {topic} clean water and a warm bed.",
         "A {topic} needs fresh air and time to rest.",
-        "Play with the {topic} often. See a vet each spring.",
-        "Keep it warm. Let the {topic} sleep.",
+        "Play with the {topic} every morning.",
+        "Let a vet see the {topic} each spring.",
     ),
     "places": (
         "Go to the {topic} early in the morning.",
         "At the {topic} use a map and keep to the path.",
-        "Take a coat. The {topic} is best in spring.",
-        "Bring water. See the {topic} with a guide.",
+        "The {topic} is best in spring, so bring a coat.",
+        "See the {topic} with a guide and bring water.",
     ),
     "hobbies": (
         "Learn {topic} in small steps and rest often.",
         "A good book makes {topic} more fun.",
-        "Keep at {topic} every day. Small steps count.",
-        "Ask a friend about {topic}. Learn with them.",
+        "For {topic} every day counts, so take your time.",
+        "Ask a friend about {topic} and learn with them.",
     ),
 }
 LAZY = (  # too lazy to name the topic
