@@ -112,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.launch(main)

@@ -15,7 +15,7 @@ import deepspeed  # noqa: E402, I001
 import torch  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
-from common import chat_format, data, distributed, engine, generation, hybrid_engine, models, supervised  # noqa: E402
+from common import chat_format, cli, data, distributed, engine, generation, hybrid_engine, models, supervised  # noqa: E402
 from step1_sft.loss import sft_loss  # noqa: E402
 from step3_rlhf import rewards  # noqa: E402
 from step3_rlhf.ppo_trainer import PPO, PPOTrainer  # noqa: E402
@@ -166,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.launch(main)
