@@ -240,7 +240,7 @@ def launch(main: Callable[[], None]) -> None:
     """`run`, then the end of the process: what a training script's last line calls.
 
     A rank of several that is done ends without C++ destructors. All files are closed and the process group is left by
-    then, but threads of gloo or DeepSpeed may still wait, and tearing those down aborted about one CPU run in ten.
+    then, but some thread is still joinable (we did not find whose), and tearing it down aborted some CPU runs at exit.
     """
     code = run(main)
     sys.stdout.flush()
