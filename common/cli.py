@@ -8,7 +8,9 @@ import dataclasses
 import difflib
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,6 +55,9 @@ ALIASES: dict[str, tuple[list[str], str | None]] = {
     "--print_answers": (["--sample_steps", "1"], "DeepSpeed-Chat's name"),
     "--per_device_training_batch_size": (["--per_device_train_batch_size"], "DeepSpeed-Chat's name"),
 }
+
+# Launchers look after their processes once a second or oftener, and then end all when one has failed.
+_WAIT_FOR_RANK_0 = 4.0
 
 # Names that no flag of ours stands for: what to do instead.
 ELSEWHERE: dict[str, str] = {
@@ -224,16 +229,28 @@ def read_config(path: Path) -> dict:
 
 def run(main: Callable[[], None]) -> int:
     """Runs an entry script: 0 done, 1 failed (with traceback), 2 a mistake the user can mend, 130 Ctrl-C."""
-    rank = os.environ.get("RANK", "0")
     try:
         main()
     except UserError as error:
-        print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        _report(error)
         return 2
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         return 130
     return 0
+
+
+def _report(error: UserError) -> None:
+    """One `error:` line however many ranks there are.
+
+    Most mistakes are seen by all ranks alike. Rank 0 speaks and ends, and its launcher ends the others while they wait;
+    what only another rank has seen is said after the wait.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_WAIT_FOR_RANK_0)
+    print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
 
 
 def launch(main: Callable[[], None]) -> None:

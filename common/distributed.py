@@ -73,21 +73,30 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def accumulate(totals: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> None:
+    """Adds a micro-batch's named scalars to the totals, in float64; of names beginning with `max_` the larger stays."""
+    for name, value in parts.items():
+        value = value.detach().double()
+        if name in totals:
+            value = torch.maximum(totals[name], value) if name.startswith("max_") else totals[name] + value
+        totals[name] = value
+
+
 def sum_over_ranks(values: dict[str, torch.Tensor | float], device: torch.device) -> dict[str, float]:
-    """Sums named scalars over all ranks, in float64, in one collective. Every rank passes the same names."""
-    names = sorted(values)
-    if not names:
-        return {}
-    vector = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=device).detach() for name in names])
-    return dict(zip(names, sum_tensor(vector).tolist(), strict=True))
+    """Sums named scalars over all ranks, in float64; those whose names begin with `max_` become the largest.
 
-
-def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The element-wise sum of a tensor over all ranks."""
-    if world_size() > 1:
-        tensor = tensor.clone()
-        dist.all_reduce(tensor)
-    return tensor
+    Every rank passes the same names; one collective for the sums, one more if there are maxima.
+    """
+    reduced = {}
+    for operation, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
+        names = sorted(name for name in values if name.startswith("max_") == is_max)
+        if names:
+            scalars = [torch.as_tensor(values[name], dtype=torch.float64, device=device).detach() for name in names]
+            vector = torch.stack(scalars)
+            if world_size() > 1:
+                dist.all_reduce(vector, op=operation)
+            reduced |= dict(zip(names, vector.tolist(), strict=True))
+    return reduced
 
 
 def rank_rows(num_rows: int) -> range:

@@ -49,7 +49,8 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step reports: sums over all micro-batches and ranks, by name; the norm before clipping."""
+    """What one optimizer step reports: sums over all micro-batches and ranks, by name (maxima where the name begins
+    with `max_`); the gradient norm before clipping."""
 
     sums: dict[str, float]
     grad_norm: float
@@ -126,8 +127,7 @@ class TrainedModel:
             share, parts = loss_fn(micro_batch)
             # DeepSpeed averages gradients over ranks; the shares are to be summed.
             self.engine.backward(share * world, scale_wrt_gas=False)
-            for name, value in (parts | {"loss": share}).items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double()
+            distributed.accumulate(sums, parts | {"loss": share})
             if not last:
                 self.engine.step()
         totals = distributed.sum_over_ranks(sums, self.device)

@@ -101,8 +101,7 @@ def evaluate(
         for start in range(0, len(examples), batches.size):
             for batch in _micro_batches(examples[start : start + batches.size], task, batches, model.device):
                 loss, parts = task.loss(batch)
-                for name, value in (parts | {"loss": loss}).items():
-                    sums[name] = sums.get(name, 0.0) + value.double()
+                distributed.accumulate(sums, parts | {"loss": loss})
     totals = distributed.sum_over_ranks(sums, model.device)
     count = task.count(examples)
     return task.figures(totals, count) | {"loss": totals["loss"] / count}, totals

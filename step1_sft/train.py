@@ -39,7 +39,7 @@ def main() -> None:
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
     files = data.locate_or_inherit(args.data, parent, "sft")
 
-    from common import chat_format, distributed, engine, models, runs, supervised
+    from common import distributed, engine, models, runs, supervised, tokenizer
     from step1_sft.loss import sft_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -48,20 +48,17 @@ def main() -> None:
     engine.check(engine_options)
 
     # 2. Text to tokens: the loss is on the assistant's turns only, each turn's end included.
-    config = models.read_config(args.model_name_or_path, args.trust_remote_code)
-    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
-    models.check_length(config, args.max_length, "--max_length")
-    template = chat_format.ensure_template(tokenizer, args.chat_template)
-    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
-    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
-    train, report = data.tokenise_sft(tokenizer, data.read_rows(files.train), args.max_length)
-    held_out, _ = (
-        data.tokenise_sft(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else ([], None)
+    text = tokenizer.prepare(
+        args.model_name_or_path, args.max_length, "--max_length", args.chat_template, args.trust_remote_code
     )
+    train, report = data.tokenise_sft(text.tokenizer, data.read_rows(files.train), args.max_length)
+    held_out = []
+    if files.eval:
+        held_out, _ = data.tokenise_sft(text.tokenizer, data.read_rows(files.eval), args.max_length)
 
     batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
-    notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
+    notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
     folder, log = runs.start(cli.pick(runs.Reporting, args), "step 1 SFT", total_steps, notes)
 
     # 3. The model in its engine.
@@ -74,9 +71,8 @@ def main() -> None:
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
         )
-        if models.grow_embeddings(hf, len(tokenizer), zero3):
-            log.say(f"embeddings: grown to {len(tokenizer)} rows, one for each token")
-        models.set_special_tokens(hf, tokenizer, stop_ids)
+        if text.fit(hf, zero3):
+            log.say(f"embeddings: grown to {len(text.tokenizer)} rows, one for each token")
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
@@ -85,7 +81,7 @@ def main() -> None:
     # 4. Train: a step's loss is its mean over all answer tokens, however they are cut into micro-batches and ranks.
     task = supervised.Task(
         length=lambda example: len(example.ids),
-        collate=lambda examples, filler: data.collate_sft(examples, tokenizer.pad_token_id, filler),
+        collate=lambda examples, filler: data.collate_sft(examples, text.pad_id, filler),
         loss=lambda batch: sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"]),
         count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
         figures=lambda sums, count: {
@@ -101,7 +97,7 @@ def main() -> None:
         checkpoint.publish(
             folder.path,
             "sft",
-            lambda staging: models.save_pretrained(model.module.hf, staging, state, tokenizer),
+            lambda staging: models.save_pretrained(model.module.hf, staging, state, text.tokenizer),
             args=vars(args),
             seed=args.seed,
             parents={"model": args.model_name_or_path},

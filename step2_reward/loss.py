@@ -25,7 +25,8 @@ def pairwise_loss(
     teach nothing and would add ln 2 each: the data code drops and counts them.
 
     Stats, detached and weighted: pairs: the weights; accuracy: chosen > rejected (a tie is not a win); margin:
-    chosen - rejected, without the margin of the data; chosen, rejected: the scores.
+    chosen - rejected, without the margin of the data; chosen, rejected: the scores; squares: theirs, in float64. And
+    over the pairs that count (-inf if none does): max_score, the highest score; max_minus_score, minus the lowest.
     """
     counts = weight != 0
     # where() here keeps a filler's NaN out of the stats and, on the way back, 0 * NaN out of the gradient
@@ -35,11 +36,15 @@ def pairwise_loss(
     losses = -torch.nn.functional.logsigmoid(needed)
     if center_coef:
         losses = losses + center_coef * (chosen + rejected).square()
+    scores = torch.stack([chosen.detach(), rejected.detach()])  # (2, B)
     stats = {
         "pairs": weight.sum(),
         "accuracy": (weight * (chosen > rejected)).sum(),
         "margin": (weight * difference.detach()).sum(),
         "chosen": (weight * chosen.detach()).sum(),
         "rejected": (weight * rejected.detach()).sum(),
+        "squares": (weight * scores.double().square()).sum(),
+        "max_score": torch.where(counts, scores, -torch.inf).max(),
+        "max_minus_score": torch.where(counts, -scores, -torch.inf).max(),
     }
     return masked_sum(weight * losses, counts), stats

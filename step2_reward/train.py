@@ -44,7 +44,7 @@ def main() -> None:
     )
     files = data.locate_or_inherit(args.data, parent, "preference")
 
-    from common import chat_format, distributed, engine, models, runs, supervised
+    from common import distributed, engine, models, runs, supervised, tokenizer
     from step2_reward.loss import pairwise_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -53,20 +53,17 @@ def main() -> None:
     engine.check(engine_options)
 
     # 2. Text to tokens: prompt + answer + turn end, exactly what the actor will produce in step 3.
-    config = models.read_config(args.model_name_or_path, args.trust_remote_code)
-    tokenizer = models.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
-    models.check_length(config, args.max_length, "--max_length")
-    template = chat_format.ensure_template(tokenizer, args.chat_template)
-    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.model_name_or_path))
-    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
-    train, report = data.tokenise_pairs(tokenizer, data.read_rows(files.train), args.max_length)
-    held_out, _ = (
-        data.tokenise_pairs(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else (train, None)
+    text = tokenizer.prepare(
+        args.model_name_or_path, args.max_length, "--max_length", args.chat_template, args.trust_remote_code
     )
+    train, report = data.tokenise_pairs(text.tokenizer, data.read_rows(files.train), args.max_length)
+    held_out = train
+    if files.eval:
+        held_out, _ = data.tokenise_pairs(text.tokenizer, data.read_rows(files.eval), args.max_length)
 
     batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
-    notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
+    notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
     folder, log = runs.start(cli.pick(runs.Reporting, args), "step 2 reward model", total_steps, notes)
     if not files.eval:
         log.say("no preference/eval data: accuracy and reward statistics are of the training pairs")
@@ -80,11 +77,10 @@ def main() -> None:
             zero3=zero3,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
-            fresh_head_std=models.fresh_reward_head_std(config.get_text_config().hidden_size),
+            fresh_head_std=models.fresh_reward_head_std(text.config.get_text_config().hidden_size),
             seed=args.seed,
         )
-        models.grow_embeddings(model.hf, len(tokenizer), zero3)
-        models.set_special_tokens(model.hf, tokenizer, stop_ids)
+        text.fit(model.hf, zero3)
         log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
         return model
 
@@ -95,20 +91,22 @@ def main() -> None:
     def loss(batch):
         values = model(batch["input_ids"], batch["attention_mask"])
         chosen, rejected = values.gather(1, batch["last"][:, None]).squeeze(1).chunk(2)
-        weight = batch["weight"]
-        total, sums = pairwise_loss(
-            chosen, rejected, batch["margin"], weight, center_coef=args.center_rewards_coefficient
+        return pairwise_loss(
+            chosen, rejected, batch["margin"], batch["weight"], center_coef=args.center_rewards_coefficient
         )
-        squares = (weight * (chosen.detach().double() ** 2 + rejected.detach().double() ** 2)).sum()
-        return total, sums | {"squares": squares}
 
     def figures(sums, count):
-        mean = (sums["chosen"] + sums["rejected"]) / (2 * count)
-        return {"accuracy": sums["accuracy"] / count, "margin": sums["margin"] / count, "mean_reward": mean}
+        return {
+            "accuracy": sums["accuracy"] / count,
+            "margin": sums["margin"] / count,
+            "min_reward": -sums["max_minus_score"],
+            "mean_reward": (sums["chosen"] + sums["rejected"]) / (2 * count),
+            "max_reward": sums["max_score"],
+        }
 
     task = supervised.Task(
         length=lambda pair: len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)),
-        collate=lambda pairs, filler: data.collate_pairs(pairs, tokenizer.pad_token_id, filler),
+        collate=lambda pairs, filler: data.collate_pairs(pairs, text.pad_id, filler),
         loss=loss,
         count=len,
         figures=figures,
@@ -123,7 +121,7 @@ def main() -> None:
     stats = {"mean": mean, "std": max(0.0, variance) ** 0.5, "n": 2 * len(held_out), "data_hash": files.hash}
 
     def write(staging: Path) -> None:
-        models.save_pretrained(model.module.hf, staging, state, tokenizer)
+        models.save_pretrained(model.module.hf, staging, state, text.tokenizer)
         checkpoint.atomic_write_text(staging / "reward_stats.json", json.dumps(stats, indent=1) + "\n")
 
     if distributed.is_main():

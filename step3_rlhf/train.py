@@ -127,7 +127,7 @@ def main() -> None:
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
     files = data.locate_or_inherit(args.data, actor_stage, "prompts")
 
-    from common import chat_format, distributed, engine, generation, hybrid_engine, metrics, models, runs
+    from common import chat_format, distributed, engine, generation, hybrid_engine, metrics, models, runs, tokenizer
     from step3_rlhf import rewards
     from step3_rlhf.ppo_trainer import PPO, PPOTrainer
 
@@ -140,17 +140,12 @@ def main() -> None:
     engine.check(critic_engine)
 
     # 2. Prompts to tokens: exactly what the actor is shown.
-    config = models.read_config(args.actor, args.trust_remote_code)
-    tokenizer = models.load_tokenizer(args.actor, args.trust_remote_code)
-    models.check_length(
-        config, args.max_prompt_length + args.max_completion_length, "--max_prompt_length and --max_completion_length"
-    )
-    template = chat_format.ensure_template(tokenizer, args.chat_template)
-    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(args.actor))
-    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
-    prompts, report = data.tokenise_prompts(tokenizer, data.read_rows(files.train), args.max_prompt_length)
+    longest = args.max_prompt_length + args.max_completion_length
+    length_flags = "--max_prompt_length and --max_completion_length"
+    text = tokenizer.prepare(args.actor, longest, length_flags, args.chat_template, args.trust_remote_code)
+    prompts, report = data.tokenise_prompts(text.tokenizer, data.read_rows(files.train), args.max_prompt_length)
     critic_tokenizer = models.load_tokenizer(args.critic, args.trust_remote_code)
-    if not critic_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
+    if not critic_tokenizer.get_vocab().items() <= text.tokenizer.get_vocab().items():
         raise UserError(
             f"--critic {args.critic} has another tokenizer than the actor, whose tokens it has to read; take one trained from the same base model, or the actor itself with --reward"
         )
@@ -166,7 +161,7 @@ def main() -> None:
         )
     total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
     optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
-    notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
+    notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
     folder, log = runs.start(cli.pick(runs.Reporting, args), "step 3 RLHF", total_steps, notes)
     if args.top_p < 1 or args.top_k:
         log.say(
@@ -183,8 +178,7 @@ def main() -> None:
     def language_model(path):
         def load(zero3):
             hf = models.load_causal_lm(path, dtype, zero3=zero3, **loading)
-            models.grow_embeddings(hf, len(tokenizer), zero3)
-            models.set_special_tokens(hf, tokenizer, stop_ids)
+            text.fit(hf, zero3)
             return models.LanguageModel(hf)
 
         return load
@@ -200,7 +194,9 @@ def main() -> None:
 
         return load
 
-    backend, why_backend = hybrid_engine.choose_backend(args.rollout_backend, (config.architectures or [""])[0], device)
+    backend, why_backend = hybrid_engine.choose_backend(
+        args.rollout_backend, (text.config.architectures or [""])[0], device
+    )
     log.say(f"rollouts: {why_backend}")
     actor = engine.TrainedModel(
         language_model(args.actor),
@@ -208,13 +204,12 @@ def main() -> None:
         actor_engine,
         optimizer_steps,
         device,
-        hybrid_engine_tokens=args.max_prompt_length + args.max_completion_length if backend == "hybrid" else 0,
+        hybrid_engine_tokens=longest if backend == "hybrid" else 0,
     )
 
     def critic_model(zero3):
         model = scalar_model(args.critic, fresh_head_std=0.0)(zero3)
-        models.grow_embeddings(model.hf, len(tokenizer), zero3)
-        models.set_special_tokens(model.hf, tokenizer, stop_ids)
+        text.fit(model.hf, zero3)
         return model
 
     critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate)
@@ -233,7 +228,7 @@ def main() -> None:
         reward_tokenizer = models.load_tokenizer(spec, args.trust_remote_code)
         chat_format.ensure_template(reward_tokenizer, args.chat_template)
         source = rewards.RewardModel(
-            name, frozen(scalar_model(spec)), reward_tokenizer, tokenizer, args.score_norm, *stats[spec]
+            name, frozen(scalar_model(spec)), reward_tokenizer, text.tokenizer, args.score_norm, *stats[spec]
         )
         sources.append(source)
         log.say(
@@ -251,8 +246,8 @@ def main() -> None:
         generation.SamplingParams,
         args,
         max_new_tokens=args.max_completion_length,
-        stop_ids=stop_ids,
-        pad_id=tokenizer.pad_token_id,
+        stop_ids=text.stop_ids,
+        pad_id=text.pad_id,
     )
     sampler = hybrid_engine.RolloutEngine(actor, backend, args.rollout_forward_batch_size, device)
     sampler.check_parity([prompt.ids for prompt in prompts], sampling, log.say)
@@ -263,7 +258,7 @@ def main() -> None:
         sampler=sampler,
         sources=sources,
         weights=args.reward_weights or [1.0] * len(sources),
-        decode=lambda ids: chat_format.decode_answer(tokenizer, ids),
+        decode=lambda ids: chat_format.decode_answer(text.tokenizer, ids),
         ppo=cli.pick(PPO, args),
         sampling=sampling,
         say=log.say,
@@ -291,7 +286,7 @@ def main() -> None:
         if distributed.is_main():
 
             def write(staging, model=model, state=state):
-                models.save_pretrained(model.module.hf, staging, state, tokenizer)
+                models.save_pretrained(model.module.hf, staging, state, text.tokenizer)
 
             final = {name: metrics.number(value) for name, value in record.items()}
             checkpoint.publish(

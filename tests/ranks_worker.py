@@ -133,12 +133,17 @@ def run_sft(folder: Path, stage: int, device) -> list[dict]:
     optim = engine.Optim(1e-3, "cosine", 0.1, 1, 0.01, 0.9, 0.95, 1e-8, 1.0)
     load = lambda zero3: models.LanguageModel(models.load_causal_lm(folder / "actor", zero3=zero3))  # noqa: E731
     model = engine.TrainedModel(load, optim, engine.Engine("fp32", stage, False, False, False, None), 3, device)
+
+    def loss(batch):
+        total, sums = sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+        return total, sums | {"max_length": batch["attention_mask"].sum(1).max()}
+
     task = supervised.Task(
         length=lambda example: len(example.ids),
         collate=lambda examples, filler: data.collate_sft(examples, tokenizer.pad_token_id, filler),
-        loss=lambda batch: sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"]),
+        loss=loss,
         count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
-        figures=lambda sums, count: {"accuracy": sums["correct"] / count},
+        figures=lambda sums, count: {"accuracy": sums["correct"] / count, "longest": sums["max_length"]},
     )
     batches = supervised.Batches(6 // distributed.world_size(), 1, 1.0, 3, 1, 3)
     seen = []

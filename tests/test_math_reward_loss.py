@@ -87,7 +87,8 @@ def test_extreme_scores_stay_finite():
 def test_loss_and_stats_match_float64_loops(with_margin, center_coef):
     chosen, rejected, margin = torch.randn(8), torch.randn(8), torch.rand(8)
     weight = torch.tensor([1.0, 1.0, 0.0, 2.0, 1.0, 0.0, 0.5, 1.0])
-    wanted = {"loss": 0.0, "pairs": 0.0, "accuracy": 0.0, "margin": 0.0, "chosen": 0.0, "rejected": 0.0}
+    wanted = dict.fromkeys(("loss", "pairs", "accuracy", "margin", "chosen", "rejected", "squares"), 0.0)
+    seen = []
     for c, r, m, w in zip(*(x.tolist() for x in (chosen, rejected, margin, weight)), strict=True):
         probability = 1 / (1 + math.exp(-(c - r - (m if with_margin else 0.0))))
         wanted["loss"] += w * (-math.log(probability) + center_coef * (c + r) ** 2)
@@ -96,6 +97,9 @@ def test_loss_and_stats_match_float64_loops(with_margin, center_coef):
         wanted["margin"] += w * (c - r)
         wanted["chosen"] += w * c
         wanted["rejected"] += w * r
+        wanted["squares"] += w * (c * c + r * r)
+        seen += [c, r] if w else []
+    wanted |= {"max_score": max(seen), "max_minus_score": -min(seen)}
     loss, stats = pairwise_loss(chosen, rejected, margin if with_margin else None, weight, center_coef=center_coef)
     assert_close({"loss": loss.item()} | {k: v.item() for k, v in stats.items()}, wanted, **TIGHT)
 
