@@ -52,6 +52,9 @@ ALIASES: dict[str, tuple[list[str], str | None]] = {
     "--critic_gradient_checkpointing": (["--gradient_checkpointing"], "DeepSpeed-Chat's name"),
     "--enable_hybrid_engine": (["--rollout_backend", "hybrid"], "DeepSpeed-Chat's name"),
     "--enable_tensorboard": (["--report_to", "tensorboard"], "DeepSpeed-Chat's name"),
+    "--lora_dim": (["--lora_r"], "DeepSpeed-Chat's name"),
+    "--actor_lora_dim": (["--lora_r"], "DeepSpeed-Chat's name"),
+    "--critic_lora_dim": (["--critic_lora_r"], "DeepSpeed-Chat's name"),
     "--print_answers": (["--sample_steps", "1"], "DeepSpeed-Chat's name"),
     "--per_device_training_batch_size": (["--per_device_train_batch_size"], "DeepSpeed-Chat's name"),
 }
@@ -69,8 +72,8 @@ ELSEWHERE: dict[str, str] = {
     "--unsup_coef": "no pretraining loss is mixed in",
     "--enable_ema": "no moving average of the actor is kept; leave it out",
     **dict.fromkeys(
-        ["--actor_lora_dim", "--critic_lora_dim", "--lora_dim", "--only_optimize_lora", "--lora_r"],
-        "adapters are not offered; leave it out, and to save memory see --zero_stage and --offload_optimizer",
+        ["--only_optimize_lora", "--lora_module_name"],
+        "with --lora_r only the adapters are trained; --lora_target_modules names the layers",
     ),
 }
 
@@ -344,6 +347,17 @@ def add_optim_flags(parser: Parser, learning_rate: float, lr_scheduler_type: str
     group.add_argument("--adam_beta2", type=float, default=0.95, help="decay of the second moment")
     group.add_argument("--adam_epsilon", type=float, default=1e-8, help="added to the denominator")
     group.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm; 0: off")
+
+
+def add_lora_flags(parser: Parser, dropout: bool):
+    """Low-rank adapters; returns the group, for flags of further roles."""
+    group = parser.add_argument_group("adapters (LoRA)")
+    group.add_argument("--lora_r", type=natural, default=0, help="rank; only adapters are trained then; 0: all weights are")
+    group.add_argument("--lora_alpha", type=float, default=32, help="the adapter's update is scaled by alpha / r")
+    group.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], help="names of the layers that get one; all-linear: all but the output layer")
+    if dropout:
+        group.add_argument("--lora_dropout", type=float, default=0.0, help="share of an adapter's inputs set to zero in training")
+    return group
 
 
 def add_engine_flags(parser: Parser) -> None:

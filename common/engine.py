@@ -16,7 +16,7 @@ import deepspeed  # noqa: I001  after common.distributed, which quiets it
 import torch
 from torch import nn
 
-from common import distributed, ds_config
+from common import adapters, distributed, ds_config
 from common.errors import UserError
 
 
@@ -200,6 +200,18 @@ class FrozenModel:
     @torch.no_grad()
     def __call__(self, *args, **kwargs) -> torch.Tensor:
         return self._call(*args, **kwargs)
+
+
+class AdapterOff:
+    """A trained model with its adapter switched off: the reference of a LoRA run, at the cost of no second copy."""
+
+    def __init__(self, trained: TrainedModel):
+        self.trained = trained
+
+    @torch.no_grad()
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        with adapters.switched_off(self.trained.module.hf):
+            return self.trained(*args, **kwargs)
 
 
 def lr_factor(step: int, total_steps: int, optim: Optim) -> float:

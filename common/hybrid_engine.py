@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import deepspeed  # noqa: I001  after common.distributed, which quiets it
 import torch
 
-from common import distributed
+from common import adapters, distributed
 from common.engine import TrainedModel
 from common.generation import Rollout, SamplingParams, generate, generate_with
 
@@ -23,11 +23,12 @@ _GATHER_ELEMENTS = 200_000_000
 _PARITY_PROMPTS, _PARITY_TOKENS = 4, 16
 
 
-def hybrid_obstacle(model_class: str, device: torch.device) -> str | None:
+def hybrid_obstacle(model_class: str, has_adapter: bool, device: torch.device) -> str | None:
     """Why DeepSpeed's hybrid engine cannot run here, or None if it may.
 
     Args:
         model_class: the HF class, e.g. "LlamaForCausalLM".
+        has_adapter: the model is trained by LoRA.
     """
     if device.type != "cuda":
         return "DeepSpeed's hybrid engine runs on CUDA only: its inference kernels have no CPU version"
@@ -35,14 +36,16 @@ def hybrid_obstacle(model_class: str, device: torch.device) -> str | None:
     supported = ("OPT", "GPT2LMHead", "GPTNeoX", "GPTJ", "GPTNeo", "Bloom", "Llama", "InternLM")
     if not model_class.startswith(supported):
         return f"DeepSpeed's hybrid engine has no policy for {model_class}"
+    if has_adapter:
+        return "DeepSpeed's hybrid engine knows its own kind of adapters only, not peft's"
     return None
 
 
-def choose_backend(requested: str, model_class: str, device: torch.device) -> tuple[str, str]:
+def choose_backend(requested: str, model_class: str, has_adapter: bool, device: torch.device) -> tuple[str, str]:
     """The back-end to build for, and why, for people."""
     if requested == "native":
         return "native", "native decode loop"
-    obstacle = hybrid_obstacle(model_class, device)
+    obstacle = hybrid_obstacle(model_class, has_adapter, device)
     return (
         ("native", f"native decode loop; {obstacle}")
         if obstacle
@@ -141,6 +144,7 @@ def _empty_copy(sharded: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     with initialization.no_init_weights(), torch.device(device):
         copy = type(sharded)._from_config(sharded.config, dtype=dtype)
     copy.tie_weights()
+    adapters.add_like(copy, sharded)
     copy.eval().requires_grad_(False)
     for parameter in copy.parameters():
         parameter.data = torch.empty(0, dtype=dtype, device=device)

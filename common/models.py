@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from common import adapters
 from common.errors import UserError
 from common.tensor_ops import position_ids_of
 
@@ -260,12 +261,17 @@ def grow_embeddings(model: nn.Module, num_tokens: int, zero3: dict | None) -> bo
 def save_pretrained(hf: nn.Module, folder: Path, state: dict[str, torch.Tensor], tokenizer) -> None:
     """Writes a HF folder from a gathered state, then opens it and compares names and shapes.
 
+    Of a model with adapters the whole folded weights are written, and the adapter alone in a folder beside them.
+
     Args:
         hf: the model whose class, configuration and generation configuration are written; its own weights are not read.
         state: full CPU tensors by name.
     """
     from safetensors import safe_open
 
+    if adapters.present(hf):
+        adapters.save(hf, folder / adapters.ADAPTER_FOLDER, state)
+        state = adapters.fold(hf, state)
     hf.save_pretrained(folder, state_dict=dict(state))  # a copy: transformers empties what it is given
     tokenizer.save_pretrained(folder)
     shapes = {}

@@ -25,6 +25,7 @@ def parse_args(argv=None):
     cli.add_model_flags(parser)
     cli.add_batch_flags(parser, rows="conversations")
     cli.add_optim_flags(parser, learning_rate=1e-5)
+    cli.add_lora_flags(parser, dropout=True)
     cli.add_engine_flags(parser)
     # fmt: on
     return parser.parse_args(argv)
@@ -39,7 +40,7 @@ def main() -> None:
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
     files = data.locate_or_inherit(args.data, parent, "sft")
 
-    from common import distributed, engine, models, runs, supervised, tokenizer
+    from common import adapters, distributed, engine, models, runs, supervised, tokenizer
     from step1_sft.loss import sft_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -73,6 +74,7 @@ def main() -> None:
         )
         if text.fit(hf, zero3):
             log.say(f"embeddings: grown to {len(text.tokenizer)} rows, one for each token")
+        adapters.add(hf, cli.pick(adapters.Lora, args), args.seed)
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)

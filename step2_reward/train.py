@@ -28,6 +28,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("loss")
     group.add_argument("--center_rewards_coefficient", type=float, default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
     cli.add_optim_flags(parser, learning_rate=1e-5, lr_scheduler_type="linear")
+    cli.add_lora_flags(parser, dropout=True)
     cli.add_engine_flags(parser)
     # fmt: on
     return parser.parse_args(argv)
@@ -44,7 +45,7 @@ def main() -> None:
     )
     files = data.locate_or_inherit(args.data, parent, "preference")
 
-    from common import distributed, engine, models, runs, supervised, tokenizer
+    from common import adapters, distributed, engine, models, runs, supervised, tokenizer
     from step2_reward.loss import pairwise_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -81,6 +82,7 @@ def main() -> None:
             seed=args.seed,
         )
         text.fit(model.hf, zero3)
+        adapters.add(model.hf, cli.pick(adapters.Lora, args), args.seed)
         log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
         return model
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common import data, distributed
-from common.engine import FrozenModel, StepResult, TrainedModel
+from common.engine import AdapterOff, FrozenModel, StepResult, TrainedModel
 from common.generation import Rollout, SamplingParams
 from common.hybrid_engine import RolloutEngine
 from common.metrics import Stopwatch
@@ -69,7 +69,7 @@ class PPOTrainer:
 
     actor: TrainedModel
     critic: TrainedModel
-    ref: FrozenModel | None
+    ref: FrozenModel | AdapterOff | None
     sampler: RolloutEngine
     sources: list[Source]
     weights: list[float]

@@ -8,6 +8,7 @@ Run     deepspeed step3_rlhf/train.py --actor models/sft --critic models/reward
 Left out: pipeline and expert parallelism, resuming inside a run.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def parse_args(argv=None):
 
     cli.add_optim_flags(parser, learning_rate=1e-6, lr_scheduler_type="linear")
     group.add_argument("--critic_learning_rate", type=float, default=5e-6, help="peak learning rate of the critic")
+    group = cli.add_lora_flags(parser, dropout=False)
+    group.add_argument("--critic_lora_r", type=cli.natural, default=None, help="rank of the critic's; default: --lora_r")
     cli.add_engine_flags(parser)
     group = parser.add_argument_group("engines of the other roles")
     group.add_argument("--critic_zero_stage", type=int, default=None, choices=[0, 1, 2, 3], help="default: --zero_stage")
@@ -127,7 +130,18 @@ def main() -> None:
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
     files = data.locate_or_inherit(args.data, actor_stage, "prompts")
 
-    from common import chat_format, distributed, engine, generation, hybrid_engine, metrics, models, runs, tokenizer
+    from common import (
+        adapters,
+        chat_format,
+        distributed,
+        engine,
+        generation,
+        hybrid_engine,
+        metrics,
+        models,
+        runs,
+        tokenizer,
+    )
     from step3_rlhf import rewards
     from step3_rlhf.ppo_trainer import PPO, PPOTrainer
 
@@ -194,24 +208,32 @@ def main() -> None:
 
         return load
 
-    backend, why_backend = hybrid_engine.choose_backend(
-        args.rollout_backend, (text.config.architectures or [""])[0], device
-    )
+    model_class = (text.config.architectures or [""])[0]
+    backend, why_backend = hybrid_engine.choose_backend(args.rollout_backend, model_class, args.lora_r > 0, device)
     log.say(f"rollouts: {why_backend}")
+    actor_lora = cli.pick(adapters.Lora, args, lora_dropout=0.0)  # dropout would make noise of the ratio
+    critic_lora_r = args.lora_r if args.critic_lora_r is None else args.critic_lora_r
+    critic_lora = dataclasses.replace(actor_lora, lora_r=critic_lora_r)
+
+    def actor_model(zero3):
+        model = language_model(args.actor)(zero3)
+        adapters.add(model.hf, actor_lora, args.seed)
+        return model
+
+    def critic_model(zero3):
+        model = scalar_model(args.critic, fresh_head_std=0.0)(zero3)
+        text.fit(model.hf, zero3)
+        adapters.add(model.hf, critic_lora, args.seed)
+        return model
+
     actor = engine.TrainedModel(
-        language_model(args.actor),
+        actor_model,
         cli.pick(engine.Optim, args),
         actor_engine,
         optimizer_steps,
         device,
         hybrid_engine_tokens=longest if backend == "hybrid" else 0,
     )
-
-    def critic_model(zero3):
-        model = scalar_model(args.critic, fresh_head_std=0.0)(zero3)
-        text.fit(model.hf, zero3)
-        return model
-
     critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate)
     critic = engine.TrainedModel(critic_model, critic_optim, critic_engine, optimizer_steps, device)
 
@@ -219,7 +241,12 @@ def main() -> None:
         return engine.FrozenModel(load, dtype, args.frozen_zero_stage, args.offload_frozen, device)
 
     needs_ref = args.kl_coef != 0 or args.kl_loss_coef != 0
-    ref = frozen(language_model(args.ref or args.actor)) if needs_ref else None
+    ref = None
+    if needs_ref and args.lora_r and not args.ref:
+        ref = engine.AdapterOff(actor)
+        log.say("reference: the actor with its adapter off")
+    elif needs_ref:
+        ref = frozen(language_model(args.ref or args.actor))
     sources = []
     for spec, name in zip(reward_specs, rewards.short_names(reward_specs), strict=True):
         if spec in functions:

@@ -15,7 +15,7 @@ import deepspeed  # noqa: E402, I001
 import torch  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
-from common import chat_format, cli, data, distributed, engine, generation, hybrid_engine, models, supervised  # noqa: E402
+from common import adapters, chat_format, cli, data, distributed, engine, generation, hybrid_engine, models, supervised  # noqa: E402
 from step1_sft.loss import sft_loss  # noqa: E402
 from step3_rlhf import rewards  # noqa: E402
 from step3_rlhf.ppo_trainer import PPO, PPOTrainer  # noqa: E402
@@ -118,7 +118,7 @@ def run_ppo(folder: Path, stage: int, steps: int, replay: list | None, device) -
     return {"metrics": metrics, "gradients": gradients[0], "rollouts": sampler.rollouts, "moved": moved}
 
 
-def run_sft(folder: Path, stage: int, device) -> list[dict]:
+def run_sft(folder: Path, stage: int, device, lora_r: int = 0) -> list[dict]:
     tokenizer = models.load_tokenizer(folder / "actor")
     rows = [
         {
@@ -131,7 +131,12 @@ def run_sft(folder: Path, stage: int, device) -> list[dict]:
     ]
     examples, _ = data.tokenise_sft(tokenizer, rows, 200)
     optim = engine.Optim(1e-3, "cosine", 0.1, 1, 0.01, 0.9, 0.95, 1e-8, 1.0)
-    load = lambda zero3: models.LanguageModel(models.load_causal_lm(folder / "actor", zero3=zero3))  # noqa: E731
+
+    def load(zero3):
+        hf = models.load_causal_lm(folder / "actor", zero3=zero3)
+        adapters.add(hf, adapters.Lora(lora_r, 8, 0.0, ["all-linear"]), 3)
+        return models.LanguageModel(hf)
+
     model = engine.TrainedModel(load, optim, engine.Engine("fp32", stage, False, False, False, None), 3, device)
 
     def loss(batch):
@@ -161,6 +166,7 @@ def main() -> None:
         results[stage] = {
             "sampled": run_ppo(folder, stage, 1 if replay else STEPS, None, device),
             "sft": run_sft(folder, stage, device),
+            "lora": run_sft(folder, stage, device, lora_r=2),
         }
         if replay is not None:
             results[stage]["replayed"] = run_ppo(folder, stage, STEPS, replay, device)

@@ -38,20 +38,21 @@ def rollout_engine(model, engine_generate) -> hybrid_engine.RolloutEngine:
 
 
 def test_native_is_taken_as_asked():
-    assert hybrid_engine.choose_backend("native", "LlamaForCausalLM", CUDA)[0] == "native"
+    assert hybrid_engine.choose_backend("native", "LlamaForCausalLM", False, CUDA)[0] == "native"
 
 
 @pytest.mark.parametrize(
-    ("device", "model_class", "backend", "reason"),
+    ("device", "model_class", "has_adapter", "backend", "reason"),
     [
-        (CPU, "LlamaForCausalLM", "native", "CUDA only"),
-        (CUDA, "Qwen3ForCausalLM", "native", "no policy for Qwen3ForCausalLM"),
-        (CUDA, "LlamaForCausalLM", "hybrid", "to be checked"),
-        (CUDA, "OPTForCausalLM", "hybrid", "to be checked"),
+        (CPU, "LlamaForCausalLM", False, "native", "CUDA only"),
+        (CUDA, "Qwen3ForCausalLM", False, "native", "no policy for Qwen3ForCausalLM"),
+        (CUDA, "LlamaForCausalLM", False, "hybrid", "to be checked"),
+        (CUDA, "LlamaForCausalLM", True, "native", "adapters"),
+        (CUDA, "OPTForCausalLM", False, "hybrid", "to be checked"),
     ],
 )
-def test_the_capability_check_says_why(device, model_class, backend, reason):
-    chosen, why = hybrid_engine.choose_backend("hybrid", model_class, device)
+def test_the_capability_check_says_why(device, model_class, has_adapter, backend, reason):
+    chosen, why = hybrid_engine.choose_backend("hybrid", model_class, has_adapter, device)
     assert chosen == backend and reason in why
 
 

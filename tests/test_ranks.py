@@ -78,10 +78,12 @@ def test_three_steps_on_the_same_rollouts_have_the_same_metrics(results, other):
     compare(results[1, 0]["replayed"]["metrics"], results[other]["replayed"]["metrics"], 1e-4)
 
 
+@pytest.mark.parametrize("kind", ["sft", "lora"])
 @pytest.mark.parametrize("other", OTHERS)
-def test_supervised_steps_have_the_same_metrics(results, other):
-    assert len(results[other]["sft"]) == 3 and "eval_loss" in results[other]["sft"][0]
-    compare(results[1, 0]["sft"], results[other]["sft"], 1e-5)
+def test_supervised_steps_have_the_same_metrics(results, other, kind):
+    assert len(results[other][kind]) == 3 and "eval_loss" in results[other][kind][0]
+    compare(results[1, 0][kind], results[other][kind], 1e-5)
+    assert results[other]["sft"][2]["loss"] != results[other]["lora"][2]["loss"]
 
 
 def test_a_fixed_seed_reproduces_the_committed_curve(results):

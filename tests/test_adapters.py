@@ -1,0 +1,135 @@
+"""LoRA: only adapters move, off means the base model, what is saved is whole, and peft reads the adapter back."""
+
+import one_rank
+import pytest
+import torch
+from peft import PeftModel
+from small_models import save_gpt2, save_llama, save_reward
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common import adapters, generation, hybrid_engine, models
+from common.adapters import Lora
+from common.engine import AdapterOff, Engine, FrozenModel, Optim, TrainedModel
+from common.errors import UserError
+
+# DeepSpeed calls what torch is about to rename.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+LORA = Lora(lora_r=3, lora_alpha=12, lora_dropout=0.0, lora_target_modules=["all-linear"])
+IDS = torch.tensor([[5, 9, 260, 41, 7], [3, 3, 17, 200, 8]])
+OPTIM = Optim(1e-2, "constant", 0.0, 0, 0.1, 0.9, 0.95, 1e-6, 1.0)
+MASK = torch.ones_like(IDS, dtype=torch.bool)
+
+
+def with_random_adapter(hf, lora=LORA):
+    adapters.add(hf, lora, seed=1)
+    for name, parameter in hf.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return hf
+
+
+def language_model(zero3=None, *, folder, lora=LORA):
+    hf = models.load_causal_lm(folder, zero3=zero3)
+    adapters.add(hf, lora, seed=1)
+    return models.LanguageModel(hf)
+
+
+def trained(folder, stage: int) -> TrainedModel:
+    options = Engine("fp32", stage, False, False, stage == 3, None)
+    return TrainedModel(lambda zero3: language_model(zero3, folder=folder), OPTIM, options, 3, one_rank.start())
+
+
+def train(model: TrainedModel) -> None:
+    for step in range(1, 4):
+        model.train_step([IDS], lambda ids: (cross_entropy(model(ids, MASK)[:, :-1].mT, ids[:, 1:]), {}), step)
+
+
+@pytest.mark.parametrize("save", [save_llama, save_gpt2, save_reward])
+def test_a_saved_folder_is_whole_and_peft_reads_its_adapter(save, tmp_path):
+    base, out = save(tmp_path / "base"), tmp_path / "out"
+    if save is save_reward:
+        plain_class, hf = AutoModelForSequenceClassification, models.load_scalar_model(base)[0].hf
+    else:
+        plain_class, hf = AutoModelForCausalLM, models.load_causal_lm(base)
+    with torch.no_grad():
+        before = hf(IDS).logits
+        with_random_adapter(hf)
+        if save is save_reward:
+            hf.score.weight.mul_(2)
+        adapted = hf(IDS).logits
+        models.save_pretrained(hf, out, hf.state_dict(), models.load_tokenizer(base))
+        plain = plain_class.from_pretrained(out)
+        again = PeftModel.from_pretrained(plain_class.from_pretrained(base), out / "adapter")
+        assert (adapted - before).abs().max() > 1e-2
+        torch.testing.assert_close(plain(IDS).logits, adapted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(again(IDS).logits, adapted, atol=1e-6, rtol=1e-6)
+        merged = again.merge_and_unload().state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value, merged[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_an_adapter_that_is_off_leaves_the_base_model(tmp_path):
+    base = save_llama(tmp_path / "base")
+    hf = models.load_causal_lm(base)
+    before = hf(IDS).logits
+    with_random_adapter(hf)
+    with adapters.switched_off(hf):
+        assert torch.equal(hf(IDS).logits, before)
+    assert not torch.allclose(hf(IDS).logits, before, atol=1e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_only_adapters_are_trained_and_alike_under_every_zero_stage(stage, tmp_path):
+    base = save_llama(tmp_path / "base")
+    model, measure = trained(base, stage), trained(base, 0)
+    train(model)
+    train(measure)
+    plain = models.load_causal_lm(base).state_dict()
+    wanted = measure.state()
+    moved = 0
+    for name, value in model.state().items():
+        if ".lora_" in name:
+            torch.testing.assert_close(value, wanted[name], atol=1e-6, rtol=1e-5, msg=name)
+            moved += float(value.abs().max()) > 0 and "lora_B" in name
+        else:
+            assert torch.equal(value, plain[name.replace(".base_layer.", ".")]), name
+    assert moved == 14  # seven linear layers in each of two blocks
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_reference_is_the_base_model_and_rollouts_use_the_adapter(stage, tmp_path):
+    base = save_llama(tmp_path / "base")
+    model = trained(base, stage)
+    train(model)
+    with torch.no_grad():
+        plain = FrozenModel(lambda zero3: language_model(folder=base, lora=Lora(0, 1, 0, [])), "fp32", 0, False, "cpu")
+        reference = AdapterOff(model)(IDS, MASK)
+        torch.testing.assert_close(reference, plain(IDS, MASK), atol=1e-6, rtol=1e-5)
+        assert (model(IDS, MASK) - reference).abs().max() > 1e-2
+
+        params = generation.SamplingParams(6, 1.0, 1.0, 0, (1,), 0, 3, greedy=True)
+        sampler = hybrid_engine.RolloutEngine(model, "native", 0, one_rank.start())
+        rollout = sampler.generate(IDS.tolist(), params, 1, [0, 1])
+        whole = torch.cat([rollout.query, rollout.response], 1)
+        logits = model(whole, torch.ones_like(whole, dtype=torch.bool))[:, IDS.shape[1] - 1 : -1]
+        assert torch.equal(logits.argmax(-1)[rollout.mask], rollout.response[rollout.mask])
+
+
+def test_the_same_seed_draws_the_same_adapter_whatever_was_drawn_before(tmp_path):
+    base = save_llama(tmp_path / "base")
+    one, other = models.load_causal_lm(base), models.load_causal_lm(base)
+    adapters.add(one, LORA, seed=4)
+    torch.rand(3)
+    before = torch.get_rng_state()
+    adapters.add(other, LORA, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_layer_that_is_not_there_is_named(tmp_path):
+    hf = models.load_causal_lm(save_llama(tmp_path / "base"))
+    with pytest.raises(UserError, match=r"--lora_target_modules: .*c_attn"):
+        adapters.add(hf, Lora(2, 4, 0.0, ["c_attn"]), 0)
