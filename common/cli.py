@@ -315,6 +315,8 @@ def add_run_flags(parser: Parser, output_dir: str) -> None:
     group.add_argument("--logging_steps", type=positive, default=1, help="steps between lines on the terminal; files get every step")
     group.add_argument("--report_to", nargs="+", default=["tensorboard"], choices=["tensorboard", "wandb", "none"], help="where curves go besides metrics.jsonl")
     group.add_argument("--run_name", default=None, help="name shown by trackers; default: the output folder's")
+    group.add_argument("--push_to_hub", action="store_true", help="upload the finished model to the Hugging Face hub (needs HF_TOKEN or `hf auth login`)")
+    group.add_argument("--hub_model_id", default=None, metavar="OWNER/NAME", help="where to; default: the output folder's name, under your account")
 
 
 def add_model_flags(parser: Parser) -> None:

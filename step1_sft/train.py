@@ -35,10 +35,12 @@ def main() -> None:
     args = parse_args()
 
     # 1. Look at what is given, before anything heavy is loaded or written.
-    from common import checkpoint, data
+    from common import checkpoint, data, hub
 
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
     files = data.locate_or_inherit(args.data, parent, "sft")
+    upload = cli.pick(hub.Hub, args)
+    hub.check(upload)
 
     from common import adapters, distributed, engine, models, runs, supervised, tokenizer
     from step1_sft.loss import sft_loss
@@ -106,6 +108,7 @@ def main() -> None:
             data=files.record(),
             metrics=record,
         )
+        hub.push(upload, folder.path, log.say)
     runs.finish(folder, log, f"python step2_reward/train.py --model {folder.path} --output_dir models/reward")
 
 

@@ -38,12 +38,14 @@ def main() -> None:
     args = parse_args()
 
     # 1. Look at what is given, before anything heavy is loaded or written.
-    from common import checkpoint, data
+    from common import checkpoint, data, hub
 
     parent = checkpoint.require_stage(
         args.model_name_or_path, "--model", wanted=("sft", "base", "dpo", "rlhf-actor", "reward")
     )
     files = data.locate_or_inherit(args.data, parent, "preference")
+    upload = cli.pick(hub.Hub, args)
+    hub.check(upload)
 
     from common import adapters, distributed, engine, models, runs, supervised, tokenizer
     from step2_reward.loss import pairwise_loss
@@ -137,6 +139,7 @@ def main() -> None:
             data=files.record(),
             metrics=record,
         )
+        hub.push(upload, folder.path, log.say)
     log.say(f"held-out accuracy {record['eval_accuracy']:.3f}")
     runs.finish(folder, log, f"python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {folder.path}")
 

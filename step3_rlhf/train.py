@@ -116,7 +116,7 @@ def main() -> None:
     args = parse_args()
 
     # 1. Look at what is given, before anything heavy is loaded or written.
-    from common import checkpoint, data
+    from common import checkpoint, data, hub
     from common.functions import is_function, load_function
 
     actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
@@ -129,6 +129,8 @@ def main() -> None:
         if not is_function(spec):
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
     files = data.locate_or_inherit(args.data, actor_stage, "prompts")
+    upload = cli.pick(hub.Hub, args)
+    hub.check(upload)
 
     from common import (
         adapters,
@@ -326,6 +328,8 @@ def main() -> None:
                 data=files.record(),
                 metrics=final,
             )
+    if distributed.is_main():
+        hub.push(upload, folder.path / "actor", log.say)
     runs.finish(folder, log, f"python scripts/chat.py --model {folder.path / 'actor'}")
 
 

@@ -377,7 +377,15 @@ def picked_fields(tree: ast.AST) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "cli.pick"
     }
-    modules = ("common.engine", "common.supervised", "common.runs", "common.generation", "step3_rlhf.ppo_trainer")
+    modules = [
+        "common.adapters",
+        "common.engine",
+        "common.supervised",
+        "common.runs",
+        "common.generation",
+        "common.hub",
+    ]
+    modules.append("step3_rlhf.ppo_trainer")
     found = {}
     for module in map(importlib.import_module, modules):
         found |= {

@@ -204,16 +204,15 @@ def test_experiments_are_understood_by_their_step(page, recorded_runs, capsys):
 def test_what_the_readme_says_is_not_there_is_not_there():
     """When one of these arrives, its line under "Not yet" goes."""
     said = section("README.md", "Not yet, and not offered")
-    for words in ("LoRA", "Resuming", "DPO", "GRPO", "vLLM", "pretraining-text"):
+    for words in ("QLoRA", "Resuming", "DPO", "GRPO", "vLLM", "pretraining-text"):
         assert words in said
     flags = set().union(*map(flags_of, ENTRY_SCRIPTS))
     assert not flags & {
-        "--lora_r",
+        "--load_in_4bit",
         "--resume_from_checkpoint",
         "--ptx_coef",
         "--algorithm",
         "--preset",
-        "--push_to_hub",
     }
     assert not list((ROOT / "step3_rlhf").glob("*dpo*"))
 
