@@ -134,16 +134,19 @@ def publish(
         write(staging)
         names = sorted(str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file())
         hashes = {}
+        umask = os.umask(0)
+        os.umask(umask)
         for name in names:
+            os.chmod(staging / name, 0o666 & ~umask)  # safetensors writes for the owner alone; a folder is for sharing
             hashes[name] = hash_file(staging / name)
-            _fsync(staging / name)
+            fsync(staging / name)
         (folder / STAGE_FILE).unlink(missing_ok=True)
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / name, folder / name)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    _fsync(folder)
+    fsync(folder)
     record = {
         "stage": stage,
         "format_version": FORMAT_VERSION,
@@ -151,7 +154,7 @@ def publish(
         "seed": seed,
         "git_commit": _git_commit(),
         "packages": _package_versions(),
-        "parents": {role: _parent_record(Path(path)) for role, path in parents.items()},
+        "parents": {role: parent_record(Path(path)) for role, path in parents.items()},
         "data": data,
         "metrics": metrics,
         "files": hashes,
@@ -243,12 +246,13 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text)
-    _fsync(temporary)
+    fsync(temporary)
     os.replace(temporary, path)
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: str | Path) -> None:
+    """Waits until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -256,7 +260,8 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _parent_record(path: Path) -> dict:
+def parent_record(path: Path) -> dict:
+    """Where a model came from: path, stage, and the sha256 of its `stage.json`, which stands for all its files."""
     record = read_stage(path) if path.exists() else None
     sha256 = hash_file(path / STAGE_FILE) if record else None
     return {

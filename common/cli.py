@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import RunFailed, Stopped, UserError
 
 # Names typed from articles, courses and other trainers. A list of tokens stands for a flag with its value; an empty
 # list for a flag that has nothing left to do. The value is (ours, a remark for the terminal or None to stay quiet).
@@ -231,19 +231,23 @@ def read_config(path: Path) -> dict:
 
 
 def run(main: Callable[[], None]) -> int:
-    """Runs an entry script: 0 done, 1 failed (with traceback), 2 a mistake the user can mend, 130 Ctrl-C."""
+    """Runs an entry script: 0 done, 1 failed, 2 a mistake the user can mend, 130 Ctrl-C, 143 SIGTERM after saving."""
     try:
         main()
-    except UserError as error:
+    except (UserError, RunFailed) as error:
         _report(error)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
+    except Stopped as stopped:
+        if is_main_process():
+            print(stopped, file=sys.stderr, flush=True)
+        return stopped.exit_code
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         return 130
     return 0
 
 
-def _report(error: UserError) -> None:
+def _report(error: Exception) -> None:
     """One `error:` line however many ranks there are.
 
     Most mistakes are seen by all ranks alike. Rank 0 speaks and ends, and its launcher ends the others while they wait;
@@ -259,14 +263,14 @@ def _report(error: UserError) -> None:
 def launch(main: Callable[[], None]) -> None:
     """`run`, then the end of the process: what a training script's last line calls.
 
-    A rank of several that is done ends without C++ destructors. All files are closed and the process group is left by
+    A rank of several that is done, or was stopped, ends without C++ destructors. All files are closed and the process group is left by
     then, but some thread is still joinable (we did not find whose), and tearing it down aborted some CPU runs at exit.
     """
     code = run(main)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os._exit(0)
+    if code in (0, 130, 143) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
     sys.exit(code)
 
 
@@ -317,6 +321,14 @@ def add_run_flags(parser: Parser, output_dir: str) -> None:
     group.add_argument("--run_name", default=None, help="name shown by trackers; default: the output folder's")
     group.add_argument("--push_to_hub", action="store_true", help="upload the finished model to the Hugging Face hub (needs HF_TOKEN or `hf auth login`)")
     group.add_argument("--hub_model_id", default=None, metavar="OWNER/NAME", help="where to; default: the output folder's name, under your account")
+
+
+def add_saving_flags(parser: Parser, steps: str) -> None:
+    """Checkpoints inside the run, counted in `steps`."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--save_steps", type=float, default=0.1, help=f"{steps} from one checkpoint to the next; below 1: a share of the run; 0: only when stopped")
+    group.add_argument("--save_total_limit", type=positive, default=2, help="checkpoints kept, the newest; all go when the run is finished")
+    group.add_argument("--resume_from_checkpoint", nargs="?", const="latest", default=None, metavar="DIR", help="go on from the newest checkpoint in --output_dir that is whole, or from DIR")
 
 
 def add_model_flags(parser: Parser) -> None:

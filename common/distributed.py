@@ -10,8 +10,12 @@ import os
 import random
 import socket
 import warnings
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+from common.errors import UserError
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches, and warns about what it did not find
@@ -19,6 +23,8 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 import deepspeed  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+
+T = TypeVar("T")
 
 
 def start(timeout_minutes: float, seed: int) -> torch.device:
@@ -97,6 +103,37 @@ def sum_over_ranks(values: dict[str, torch.Tensor | float], device: torch.device
                 dist.all_reduce(vector, op=operation)
             reduced |= dict(zip(names, vector.tolist(), strict=True))
     return reduced
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of all ranks' numbers."""
+    if world_size() == 1:
+        return value
+    on = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(value, device=on)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """What `function` returns on the main process, where alone it runs; a UserError there is raised on every rank."""
+    outcome: list = [None, None]
+    if is_main():
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1] = error
+    if world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def rank_rows(num_rows: int) -> range:

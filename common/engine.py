@@ -170,6 +170,22 @@ class TrainedModel:
             state = self.module.state_dict() if distributed.is_main() else None
         return state and {name.removeprefix("hf."): value.detach().cpu() for name, value in state.items()}
 
+    def save(self, folder: Path, name: str) -> None:
+        """Writes everything training needs to go on into `folder/name`. A collective; for `load` only."""
+        self.engine.save_checkpoint(str(folder), tag=name, save_latest=False)
+
+    def load(self, folder: Path, name: str) -> None:
+        """Takes up what `save` wrote, on as many ranks. Verify the files first: unpickling runs what they say."""
+        path, _ = self.engine.load_checkpoint(str(folder), tag=name)
+        # DeepSpeed does not raise, and the run would start from scratch without a word.
+        assert path is not None, f"DeepSpeed found no {name} in {folder}"
+
+    def checkpoint_bytes(self) -> int:
+        """About what `save` writes over all ranks: weights, and fp32 weights and AdamW's moments of what is trained."""
+        width = {"fp32": (4, 8), "bf16": (2, 12), "fp16": (2, 12)}[self.dtype]
+        sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in self.module.parameters()]
+        return sum(size * (width[0] + width[1] * is_trained) for size, is_trained in sizes)
+
     def _stage0_norm(self) -> float | None:
         """At stage 0 DeepSpeed keeps no norm; gradients are whole and already averaged here."""
         if self.zero_stage != 0 or self.dtype != "fp32":

@@ -1,4 +1,6 @@
-"""The one exception meant for people: a message without a traceback."""
+"""The exceptions meant for people: one line instead of a traceback."""
+
+import signal
 
 
 class UserError(ValueError):
@@ -7,3 +9,15 @@ class UserError(ValueError):
     Entry scripts print it as one `error:` line and exit with code 2. Broken promises of our own code are
     assertions instead, so that they keep their traceback.
     """
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on: numbers that are not finite, a disk that is full. One `error:` line and exit code 1."""
+
+
+class Stopped(Exception):
+    """A run that was asked to stop, and has saved what it needs to go on. Exit code 128 + the signal's number."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.exit_code = 128 + signal.Signals(number)

@@ -139,6 +139,9 @@ class _Lines:
     def write(self, *rows: dict):
         os.write(self.file, "".join(map(json_line, rows)).encode("utf-8"))
 
+    def sync(self):
+        os.fsync(self.file)
+
     def close(self):
         os.close(self.file)
 
@@ -219,6 +222,12 @@ class MetricsLogger:
         self.samples_file.write(*lines)
         for row in lines:
             self.say(_readable_sample(row, self._width(100)))
+
+    def sync(self):
+        """Put on the disk what was logged so far: a checkpoint of this step will count on it."""
+        if self.main_process:
+            for file in (self.metrics_file, self.timings_file, self.samples_file):
+                file.sync()
 
     def say(self, text: str):
         """Print a line that does not break the bar."""

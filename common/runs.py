@@ -1,10 +1,14 @@
-"""Opening and closing a training run: its locked folder, its log, and the first lines it says."""
+"""Opening and closing a training run: its locked folder, its log, its checkpoints, and the first lines it says."""
 
 import dataclasses
+from pathlib import Path
 
 from common import distributed
 from common.checkpoint import RunFolder
+from common.engine import TrainedModel
+from common.errors import Stopped
 from common.metrics import MetricsLogger
+from common.resume import Checkpoints, Saving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,29 +21,65 @@ class Reporting:
     run_name: str | None
 
 
-def start(reporting: Reporting, title: str, total_steps: int, notes: list[str]) -> tuple[RunFolder, MetricsLogger]:
-    """Takes the output folder and opens the log; `notes` are said first.
+class Run:
+    """A stage at work. Its steps go on where `restore` says, and each ends with `after_step`.
+
+    Args:
+        title: of the stage, for people.
+        identity: what must not change between two parts of the run, see `resume.identity`.
+        notes: said first.
 
     Raises:
-        UserError: the folder holds a finished run, or another job writes to it.
+        UserError: the folder holds a finished run, another job writes to it, or it has checkpoints that do not fit.
     """
-    folder = RunFolder(reporting.output_dir, main_process=distributed.is_main())
-    log = MetricsLogger(
-        folder.path,
-        total_steps=total_steps,
-        report_to=reporting.report_to,
-        logging_steps=reporting.logging_steps,
-        main_process=distributed.is_main(),
-        title=reporting.run_name or title,
-    )
-    for note in (f"writing to {folder.path}", *notes):
-        log.say(note)
-    return folder, log
 
+    def __init__(
+        self, reporting: Reporting, saving: Saving, title: str, total_steps: int, identity: dict, notes: list[str]
+    ):
+        self.folder = RunFolder(reporting.output_dir, main_process=distributed.is_main())
+        self.checkpoints = Checkpoints(self.folder.path, saving, total_steps, identity)
+        self.log = MetricsLogger(
+            self.folder.path,
+            total_steps=total_steps,
+            report_to=reporting.report_to,
+            logging_steps=reporting.logging_steps,
+            main_process=distributed.is_main(),
+            title=reporting.run_name or title,
+            resume_step=self.checkpoints.step,
+        )
+        for note in (f"writing to {self.path}", *self.checkpoints.notes, *notes):
+            self.log.say(note)
 
-def finish(folder: RunFolder, log: MetricsLogger, hand_off: str) -> None:
-    """Says what to do next, closes files and lock, and leaves the process group."""
-    log.say(f"done: {folder.path}; next: {hand_off}")
-    log.close()
-    folder.release()
-    distributed.stop()
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    def restore(self, models: dict[str, TrainedModel]) -> tuple[int, dict]:
+        """The steps that are done, and the counters given to `after_step` after the last of them; {} at the start."""
+        return self.checkpoints.step, self.checkpoints.restore(models)
+
+    def after_step(self, step: int, models: dict[str, TrainedModel], counters: dict) -> None:
+        """Saves if it is time, and stops if a signal asks for it.
+
+        Args:
+            counters: all that the loop needs to go on and the engines do not hold; json has to hold it.
+
+        Raises:
+            Stopped, RunFailed: see `Checkpoints.after_step`.
+        """
+        try:
+            self.checkpoints.after_step(step, models, counters, before_saving=self.log.sync)
+        except Stopped:
+            self._close()
+            raise
+
+    def finish(self, hand_off: str) -> None:
+        """After the stage's folder is complete: removes checkpoints, says what to do next, leaves the process group."""
+        self.checkpoints.remove_all()
+        self.log.say(f"done: {self.path}; next: {hand_off}")
+        self._close()
+
+    def _close(self) -> None:
+        self.log.close()
+        self.folder.release()
+        distributed.stop()

@@ -10,7 +10,8 @@ import torch
 
 from common import data, distributed
 from common.engine import TrainedModel
-from common.metrics import MetricsLogger, Stopwatch
+from common.metrics import Stopwatch
+from common.runs import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +60,15 @@ class Task:
 
 
 def train(
-    model: TrainedModel, train_set: list, eval_set: list, task: Task, batches: Batches, log: MetricsLogger
+    model: TrainedModel, train_set: list, eval_set: list, task: Task, batches: Batches, run: Run
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Runs all steps. Returns the last step's metrics and the last evaluation's sums (empty if there was none)."""
+    """Runs all steps, or those left. Returns the last step's metrics and the last evaluation's sums ({} if none)."""
     total_steps = batches.steps(len(train_set))
-    record: dict[str, float] = {}
-    eval_sums: dict[str, float] = {}
-    seen = 0
-    for step in range(total_steps):
+    done, counters = run.restore({"model": model})
+    record: dict[str, float] = counters.get("record", {})
+    eval_sums: dict[str, float] = counters.get("eval_sums", {})
+    seen: int = counters.get("num_tokens", 0)
+    for step in range(done, total_steps):
         clock = Stopwatch()
         examples = [train_set[row] for row in batches.rows(step, len(train_set))]
         count = task.count(examples)
@@ -88,7 +90,9 @@ def train(
         if eval_set and (is_last or (batches.eval_steps and (step + 1) % batches.eval_steps == 0)):
             figures, eval_sums = evaluate(model, eval_set, task, batches)
             record |= {f"eval_{name}": value for name, value in figures.items()}
-        log.log(step + 1, record, {"total": clock.seconds()})
+        run.log.log(step + 1, record, {"total": clock.seconds()})
+        counters = {"record": record, "eval_sums": eval_sums, "num_tokens": seen}
+        run.after_step(step + 1, {"model": model}, counters)
     return record, eval_sums
 
 

@@ -4,7 +4,7 @@ Reads   data/sft (step 0) and a causal language model: a folder or a hub name.
 Writes  a HF causal-LM folder with tokenizer, chat template and stage.json; beside them metrics.jsonl, timings.jsonl.
 Run     python step1_sft/train.py --model data/base_model --data data --output_dir models/sft
         deepspeed step1_sft/train.py ...      torchrun --nproc_per_node 8 step1_sft/train.py ...
-Left out: packing several conversations into one row, resuming inside a run.
+Left out: packing several conversations into one row.
 """
 
 import sys
@@ -24,6 +24,7 @@ def parse_args(argv=None):
     cli.add_run_flags(parser, output_dir="models/sft")
     cli.add_model_flags(parser)
     cli.add_batch_flags(parser, rows="conversations")
+    cli.add_saving_flags(parser, steps="optimizer steps")
     cli.add_optim_flags(parser, learning_rate=1e-5)
     cli.add_lora_flags(parser, dropout=True)
     cli.add_engine_flags(parser)
@@ -42,7 +43,7 @@ def main() -> None:
     upload = cli.pick(hub.Hub, args)
     hub.check(upload)
 
-    from common import adapters, distributed, engine, models, runs, supervised, tokenizer
+    from common import adapters, distributed, engine, models, resume, runs, supervised, tokenizer
     from step1_sft.loss import sft_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -62,7 +63,12 @@ def main() -> None:
     batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
-    folder, log = runs.start(cli.pick(runs.Reporting, args), "step 1 SFT", total_steps, notes)
+    parents = {"model": args.model_name_or_path}
+    identity = resume.identity("sft", vars(args), files.hash, parents)
+    run = runs.Run(
+        cli.pick(runs.Reporting, args), cli.pick(resume.Saving, args), "step 1 SFT", total_steps, identity, notes
+    )
+    log = run.log
 
     # 3. The model in its engine.
     def load(zero3):
@@ -93,23 +99,23 @@ def main() -> None:
             "entropy": sums["entropy"] / count,
         },
     )
-    record, _ = supervised.train(model, train, held_out, task, batches, log)
+    record, _ = supervised.train(model, train, held_out, task, batches, run)
 
     # 5. A whole HF folder, and last of all stage.json.
     state = model.state()
     if distributed.is_main():
         checkpoint.publish(
-            folder.path,
+            run.path,
             "sft",
             lambda staging: models.save_pretrained(model.module.hf, staging, state, text.tokenizer),
             args=vars(args),
             seed=args.seed,
-            parents={"model": args.model_name_or_path},
+            parents=parents,
             data=files.record(),
             metrics=record,
         )
-        hub.push(upload, folder.path, log.say)
-    runs.finish(folder, log, f"python step2_reward/train.py --model {folder.path} --output_dir models/reward")
+        hub.push(upload, run.path, log.say)
+    run.finish(f"python step2_reward/train.py --model {run.path} --output_dir models/reward")
 
 
 if __name__ == "__main__":

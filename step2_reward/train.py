@@ -25,6 +25,7 @@ def parse_args(argv=None):
     cli.add_run_flags(parser, output_dir="models/reward")
     cli.add_model_flags(parser)
     cli.add_batch_flags(parser, rows="pairs")
+    cli.add_saving_flags(parser, steps="optimizer steps")
     group = parser.add_argument_group("loss")
     group.add_argument("--center_rewards_coefficient", type=float, default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
     cli.add_optim_flags(parser, learning_rate=1e-5, lr_scheduler_type="linear")
@@ -47,7 +48,7 @@ def main() -> None:
     upload = cli.pick(hub.Hub, args)
     hub.check(upload)
 
-    from common import adapters, distributed, engine, models, runs, supervised, tokenizer
+    from common import adapters, distributed, engine, models, resume, runs, supervised, tokenizer
     from step2_reward.loss import pairwise_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -67,7 +68,17 @@ def main() -> None:
     batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
-    folder, log = runs.start(cli.pick(runs.Reporting, args), "step 2 reward model", total_steps, notes)
+    parents = {"model": args.model_name_or_path}
+    identity = resume.identity("reward", vars(args), files.hash, parents)
+    run = runs.Run(
+        cli.pick(runs.Reporting, args),
+        cli.pick(resume.Saving, args),
+        "step 2 reward model",
+        total_steps,
+        identity,
+        notes,
+    )
+    log = run.log
     if not files.eval:
         log.say("no preference/eval data: accuracy and reward statistics are of the training pairs")
 
@@ -115,7 +126,7 @@ def main() -> None:
         count=len,
         figures=figures,
     )
-    record, sums = supervised.train(model, train, held_out, task, batches, log)
+    record, sums = supervised.train(model, train, held_out, task, batches, run)
 
     # 5. A whole HF folder with its statistics, and last of all stage.json.
     state = model.state()
@@ -130,18 +141,18 @@ def main() -> None:
 
     if distributed.is_main():
         checkpoint.publish(
-            folder.path,
+            run.path,
             "reward",
             write,
             args=vars(args),
             seed=args.seed,
-            parents={"model": args.model_name_or_path},
+            parents=parents,
             data=files.record(),
             metrics=record,
         )
-        hub.push(upload, folder.path, log.say)
+        hub.push(upload, run.path, log.say)
     log.say(f"held-out accuracy {record['eval_accuracy']:.3f}")
-    runs.finish(folder, log, f"python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {folder.path}")
+    run.finish(f"python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {run.path}")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,15 @@ class PPOTrainer:
         self.kl_coef = self.ppo.kl_coef
         self.episodes = 0
 
+    def counters(self) -> dict:
+        """What goes on from step to step besides the engines, for a checkpoint."""
+        return {"kl_coef": self.kl_coef, "episodes": self.episodes}
+
+    def restore(self, counters: dict) -> None:
+        """Takes up what `counters` gave; an empty dict is the beginning."""
+        self.kl_coef = counters.get("kl_coef", self.kl_coef)
+        self.episodes = counters.get("episodes", self.episodes)
+
     def step(self, step: int, prompts: list[data.PromptExample], num_samples: int = 3) -> tuple[dict, dict, list[dict]]:
         """One RL step (counted from 1) on its prompts, the same list on every rank.
 

@@ -5,7 +5,7 @@ Reads   data/prompts (step 0); --actor: the step-1 folder; --critic: the step-2 
 Writes  actor/ and critic/ (HF folders with stage.json); beside them metrics.jsonl, timings.jsonl, samples.jsonl.
 Run     deepspeed step3_rlhf/train.py --actor models/sft --critic models/reward
         python step3_rlhf/train.py ...      torchrun --nproc_per_node 8 step3_rlhf/train.py ...
-Left out: pipeline and expert parallelism, resuming inside a run.
+Left out: pipeline and expert parallelism.
 """
 
 import dataclasses
@@ -40,6 +40,8 @@ def parse_args(argv=None):
     group.add_argument("--num_ppo_epochs", type=cli.positive, default=2, help="passes over each rollout batch")
     group.add_argument("--num_train_epochs", type=float, default=1.0, help="passes over the prompts")
     group.add_argument("--max_steps", type=cli.natural, default=0, help="RL steps; 0: as --num_train_epochs says")
+
+    cli.add_saving_flags(parser, steps="RL steps")
 
     group = parser.add_argument_group("sampling")
     group.add_argument("--max_prompt_length", type=cli.positive, default=512, help="tokens; longer prompts lose their oldest turns, counted")
@@ -141,6 +143,7 @@ def main() -> None:
         hybrid_engine,
         metrics,
         models,
+        resume,
         runs,
         tokenizer,
     )
@@ -178,7 +181,13 @@ def main() -> None:
     total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
     optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
-    folder, log = runs.start(cli.pick(runs.Reporting, args), "step 3 RLHF", total_steps, notes)
+    parents = {"actor": args.actor, "critic": args.critic} | ({"ref": args.ref} if args.ref else {})
+    parents |= {f"reward{i}": spec for i, spec in enumerate(reward_specs)}
+    identity = resume.identity("rlhf-actor", vars(args), files.hash, parents)
+    run = runs.Run(
+        cli.pick(runs.Reporting, args), cli.pick(resume.Saving, args), "step 3 RLHF", total_steps, identity, notes
+    )
+    log = run.log
     if args.top_p < 1 or args.top_k:
         log.say(
             "warning: with --top_p below 1 or --top_k the sampler is not the policy that is trained; the ratio is biased"
@@ -293,23 +302,22 @@ def main() -> None:
         say=log.say,
         exact=dtype == "fp32",
     )
-    record = {}
-    for step in range(1, total_steps + 1):
+    trained = {"actor": actor, "critic": critic}
+    done, counters = run.restore(trained)
+    trainer.restore(counters)
+    record = counters.get("record", {})
+    for step in range(done + 1, total_steps + 1):
         rows = data.step_rows(step - 1, prompts_per_step, len(prompts), args.seed, epochs)
         shows_samples = args.sample_steps and (step % args.sample_steps == 0 or step == total_steps)
         num_samples = 3 if shows_samples else 0
-        record, seconds, samples = trainer.step(step, [prompts[row] for row in rows], num_samples)
+        seen, seconds, samples = trainer.step(step, [prompts[row] for row in rows], num_samples)
+        record = {name: metrics.number(value) for name, value in seen.items()}
         log.log(step, record, seconds)
         if samples:
             log.samples(step, samples)
+        run.after_step(step, trained, trainer.counters() | {"record": record})
 
     # 5. Whole HF folders; the actor's stage.json comes last and marks the run as finished.
-    parents = {
-        "actor": args.actor,
-        "critic": args.critic,
-        **{f"reward{i}": spec for i, spec in enumerate(reward_specs)},
-    }
-    parents |= {"ref": args.ref} if args.ref else {}
     for role, model, stage in (("critic", critic, "rlhf-critic"), ("actor", actor, "rlhf-actor")):
         state = model.state()
         if distributed.is_main():
@@ -317,20 +325,19 @@ def main() -> None:
             def write(staging, model=model, state=state):
                 models.save_pretrained(model.module.hf, staging, state, text.tokenizer)
 
-            final = {name: metrics.number(value) for name, value in record.items()}
             checkpoint.publish(
-                folder.path / role,
+                run.path / role,
                 stage,
                 write,
                 args=vars(args),
                 seed=args.seed,
                 parents=parents,
                 data=files.record(),
-                metrics=final,
+                metrics=record,
             )
     if distributed.is_main():
-        hub.push(upload, folder.path / "actor", log.say)
-    runs.finish(folder, log, f"python scripts/chat.py --model {folder.path / 'actor'}")
+        hub.push(upload, run.path / "actor", log.say)
+    run.finish(f"python scripts/chat.py --model {run.path / 'actor'}")
 
 
 if __name__ == "__main__":

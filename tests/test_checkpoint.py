@@ -60,11 +60,11 @@ def test_parents_are_recorded_with_the_hash_of_their_own_record(tmp_path):
 
 def test_the_record_comes_last_and_is_on_disk_whole(tmp_path, monkeypatch):
     moves, synced = [], set()
-    replace, fsync = os.replace, checkpoint._fsync
+    replace, fsync = os.replace, checkpoint.fsync
     monkeypatch.setattr(
         os, "replace", lambda source, target: (moves.append(Path(target).name), replace(source, target))
     )
-    monkeypatch.setattr(checkpoint, "_fsync", lambda path: (synced.add(Path(path).name), fsync(path)))
+    monkeypatch.setattr(checkpoint, "fsync", lambda path: (synced.add(Path(path).name), fsync(path)))
     make(tmp_path / "sft")
     assert sorted(moves[:-1]) == ["config.json", "model.safetensors", "more.txt"] and moves[-1] == "stage.json"
     assert {"config.json", "model.safetensors", "more.txt", "sft"} <= synced
