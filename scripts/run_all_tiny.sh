@@ -49,7 +49,7 @@ stage sft "$out/sft/stage.json" "${launch[@]}" step1_sft/train.py \
     --per_device_train_batch_size 32 --gradient_accumulation_steps 1 --max_steps 400 --max_length 128 \
     --learning_rate 3e-3 --lr_scheduler_type cosine --min_lr_ratio 0.1 --warmup_steps 20 \
     --weight_decay 0.01 --adam_beta1 0.9 --adam_beta2 0.95 --max_grad_norm 1.0 \
-    --eval_steps 200 --logging_steps 20
+    --eval_steps 200 --logging_steps 20 --resume_from_checkpoint
 
 # Step 2. Learn which of two answers people prefer: a scalar head on the SFT model, a loss on score differences.
 stage reward "$out/reward/stage.json" "${launch[@]}" step2_reward/train.py \
@@ -57,7 +57,7 @@ stage reward "$out/reward/stage.json" "${launch[@]}" step2_reward/train.py \
     --per_device_train_batch_size 24 --gradient_accumulation_steps 1 --max_steps 150 --max_length 128 \
     --learning_rate 1e-3 --lr_scheduler_type linear --min_lr_ratio 0.0 --warmup_steps 0 \
     --weight_decay 0.0 --adam_beta1 0.9 --adam_beta2 0.95 --max_grad_norm 1.0 \
-    --eval_steps 150 --logging_steps 10
+    --eval_steps 150 --logging_steps 10 --resume_from_checkpoint
 
 # Step 3. Answer as the reward model likes, without straying far from SFT: PPO.
 stage rlhf "$out/rlhf/actor/stage.json" "${launch[@]}" step3_rlhf/train.py \
@@ -69,7 +69,7 @@ stage rlhf "$out/rlhf/actor/stage.json" "${launch[@]}" step3_rlhf/train.py \
     --gamma 1.0 --lam 0.95 --whiten_advantages --cliprange 0.2 --cliprange_value 0.5 \
     --learning_rate 2e-4 --critic_learning_rate 1e-3 --lr_scheduler_type constant --warmup_steps 0 \
     --weight_decay 0.0 --adam_beta1 0.9 --adam_beta2 0.95 --max_grad_norm 1.0 \
-    --logging_steps 1 --sample_steps 5
+    --logging_steps 1 --sample_steps 5 --resume_from_checkpoint
 
 # Did it help? The same held-out prompts before and after, judged by the rubric that no stage was trained on.
 stage evaluation "$out/evaluation.json" python scripts/evaluate.py \

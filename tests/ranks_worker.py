@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepspeed  # noqa: E402, I001
+import one_rank  # noqa: E402
 import torch  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
@@ -151,10 +152,9 @@ def run_sft(folder: Path, stage: int, device, lora_r: int = 0) -> list[dict]:
         figures=lambda sums, count: {"accuracy": sums["correct"] / count, "longest": sums["max_length"]},
     )
     batches = supervised.Batches(6 // distributed.world_size(), 1, 1.0, 3, 1, 3)
-    seen = []
-    log = type("Log", (), {"log": lambda self, step, record, timings: seen.append(record)})()
-    supervised.train(model, examples, examples[:5], task, batches, log)
-    return seen
+    run = one_rank.Recorded()
+    supervised.train(model, examples, examples[:5], task, batches, run)
+    return list(run.rows.values())
 
 
 def main() -> None:

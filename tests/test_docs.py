@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import one_rank
 import pytest
 import torch
 
@@ -204,12 +205,11 @@ def test_experiments_are_understood_by_their_step(page, recorded_runs, capsys):
 def test_what_the_readme_says_is_not_there_is_not_there():
     """When one of these arrives, its line under "Not yet" goes."""
     said = section("README.md", "Not yet, and not offered")
-    for words in ("QLoRA", "Resuming", "DPO", "GRPO", "vLLM", "pretraining-text"):
+    for words in ("QLoRA", "DPO", "GRPO", "vLLM", "pretraining-text"):
         assert words in said
     flags = set().union(*map(flags_of, ENTRY_SCRIPTS))
     assert not flags & {
         "--load_in_4bit",
-        "--resume_from_checkpoint",
         "--ptx_coef",
         "--algorithm",
         "--preset",
@@ -263,15 +263,6 @@ class StillModel:
         return contextlib.nullcontext()
 
 
-class Lines:
-    def __init__(self):
-        self.metrics, self.timings = set(), set()
-
-    def log(self, step, metrics, timings):
-        self.metrics |= set(metrics)
-        self.timings |= set(timings)
-
-
 @pytest.mark.parametrize("page", ["step1_sft/README.md", "step2_reward/README.md"])
 def test_every_metric_of_a_supervised_step_is_explained(page):
     from common import supervised
@@ -284,11 +275,12 @@ def test_every_metric_of_a_supervised_step_is_explained(page):
         count=len,
         figures=lambda sums, count: dict.fromkeys(figures, 0.0),
     )
-    log = Lines()
+    log = one_rank.Recorded()
     supervised.train(StillModel(), [0, 1], [0], task, supervised.Batches(2, 1, 1.0, 0, 0, 1), log)
-    assert names_in(page, "formula") == log.metrics
-    assert "step" not in log.timings, "timings.jsonl already has a `step`, its number: call the seconds otherwise"
-    assert names_in(page, "what it is") == log.timings | {"time"}
+    assert names_in(page, "formula") == set().union(*log.rows.values())
+    timings = set().union(*log.timings.values())
+    assert "step" not in timings, "timings.jsonl already has a `step`, its number: call the seconds otherwise"
+    assert names_in(page, "what it is") == timings | {"time"}
 
 
 def assigned_keys(tree: ast.AST, name: str) -> set[str]:

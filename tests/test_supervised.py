@@ -54,15 +54,6 @@ def plain_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-class Log:
-    def __init__(self):
-        self.rows, self.timings = {}, {}
-
-    def log(self, step, record, timings):
-        assert step not in self.rows
-        self.rows[step], self.timings[step] = record, timings
-
-
 def run(batches=BATCHES, held_out=HELD_OUT):
     device = one_rank.start()
     options = engine.Engine("fp32", 0, False, False, False, None)
@@ -75,7 +66,7 @@ def run(batches=BATCHES, held_out=HELD_OUT):
         count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
         figures=lambda sums, count: {"accuracy": sums["correct"] / count},
     )
-    log = Log()
+    log = one_rank.Recorded()
     record, sums = supervised.train(model, TRAIN, held_out, task, batches, log)
     return log.rows, record, sums, model
 

@@ -1,0 +1,310 @@
+"""A run that is killed goes on and ends in the same bytes; damaged checkpoints are found; nothing is mixed up."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import stage_processes
+from small_models import save_llama, save_reward
+from stage_processes import Moment
+
+from common import resume
+from common.errors import UserError
+from common.metrics import read_jsonl
+
+SFT = (
+    "--model base --data data --max_steps 6 --per_device_train_batch_size {rows} --learning_rate 1e-2 --eval_steps 4 "
+    "--max_length 90 --save_steps 2 --lora_r 4 --lora_dropout 0.2 --report_to none"
+)
+RM = (
+    "--model base --data data --max_steps 6 --per_device_train_batch_size {rows} --learning_rate 1e-2 --eval_steps 4 "
+    "--max_length 90 --save_steps 2 --report_to none"
+)
+RL = (
+    "--actor base --critic reward --data data --max_steps 4 --rollout_batch_size 6 --minibatch_size 3 "
+    "--num_ppo_epochs 1 --per_device_train_batch_size 2 --max_prompt_length 60 --max_completion_length 6 "
+    "--learning_rate 1e-2 --critic_learning_rate 1e-2 --kl_target 0.5 --kl_horizon 20 --save_steps 1 "
+    "--sample_steps 2 --score_norm none --report_to none"
+)
+SCRIPTS = {
+    "sft": ("step1_sft/train.py", SFT),
+    "reward": ("step2_reward/train.py", RM),
+    "rlhf": ("step3_rlhf/train.py", RL),
+}
+MODELS = {"sft": ["."], "reward": ["."], "rlhf": ["actor", "critic"]}
+# Killed in the middle of a step, inside a save, and before the last word: one after another in one run.
+KILLS = {
+    "sft": [Moment("train_step", 4), Moment("fsync", 3), Moment("publish", 1)],
+    "reward": [Moment("train_step", 4), Moment("rename", 1), Moment("publish", 1)],
+    "rlhf": [Moment("train_step", 6), Moment("fsync", 2), Moment("publish", 2)],
+}
+# (stage, ZeRO stage, ranks). The first ones always; the rest with RLHF_ALL=1.
+CASES = [("sft", 0, 1), ("reward", 3, 1), ("rlhf", 0, 1), ("rlhf", 3, 2)]
+EVERY = [(stage, zero, ranks) for stage in SCRIPTS for zero in (0, 3) for ranks in (1, 2)]
+MORE = [case for case in EVERY if case not in CASES]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A base model, a reward model and prepared data."""
+    folder = tmp_path_factory.mktemp("resume")
+    save_llama(folder / "base")
+    save_reward(folder / "reward")
+    rows = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "No." * (1 + i % 3)} for i in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = stage_processes.run("step0_data/prepare.py", "--dataset pairs.jsonl --eval_fraction 0.4", folder)
+    assert done.codes == [0], done.output
+    return folder
+
+
+def start(stage: str, out: str, root: Path, zero: int = 0, ranks: int = 1, moment=None, more: str = ""):
+    script, flags = SCRIPTS[stage]
+    flags = flags.format(rows=4 // ranks) + f" --output_dir {out} --zero_stage {zero} {more}"
+    return stage_processes.run(script, flags, root, ranks, moment)
+
+
+def hashes(folder: Path, stage: str) -> dict[str, str]:
+    """Of what two runs have to share: the models, the metrics and the samples."""
+    files = [folder / "metrics.jsonl", folder / "samples.jsonl"]
+    files += [folder / model / "model.safetensors" for model in MODELS[stage]]
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "zero", "ranks"), CASES + MORE)
+def test_killed_three_times_and_the_same_bytes(root, stage, zero, ranks):
+    if (stage, zero, ranks) in MORE and not os.environ.get("RLHF_ALL"):
+        pytest.skip("set RLHF_ALL=1 for every stage x ZeRO stage x ranks")
+    name = f"{stage}-{zero}-{ranks}"
+    whole = start(stage, f"{name}-whole", root, zero, ranks)
+    assert whole.codes == [0] * ranks, whole.output
+    for number, kill in enumerate(KILLS[stage]):
+        if kill.where == "train_step" and ranks > 1:
+            kill = Moment(kill.where, kill.n, rank=1)
+        ended = start(stage, name, root, zero, ranks, kill, "--resume_from_checkpoint")
+        assert ended.codes[kill.rank] == -signal.SIGKILL, ended.output
+        assert all(code != 0 for code in ended.codes), ended.output
+        assert number == 0 or "resuming after step" in ended.output[0]
+        assert not (root / name / MODELS[stage][0] / "stage.json").exists()
+    done = start(stage, name, root, zero, ranks, None, "--resume_from_checkpoint")
+    assert done.codes == [0] * ranks, done.output
+    seen, wanted = hashes(root / name, stage), hashes(root / f"{name}-whole", stage)
+    assert seen == wanted
+    print(f"{name}: killed at {[f'{k.where} {k.n}' for k in KILLS[stage]]}; {len(seen)} files, the same sha256: "
+          f"{seen['metrics.jsonl'][:12]} ...")  # fmt: skip
+    assert not list((root / name).glob("*checkpoint-*")) and not list((root / name).glob(".tmp*"))
+    steps = [row["step"] for row in read_jsonl(root / name / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(root, number, code):
+    out = f"signal-{code}"
+    ended = start("sft", out, root, moment=Moment("train_step", 3, signal=number), more="--save_steps 0")
+    assert ended.codes == [code], ended.output
+    assert "after step 3 of 6; saved " in ended.output[0] and "Traceback" not in ended.output[0]
+    line = ended.output[0].strip().splitlines()[-1]
+    assert line.startswith(f"stopped by {signal.Signals(number).name}") and line.endswith("--resume_from_checkpoint")
+    # The line that was printed is a line that works.
+    script, _, flags = line.partition("go on with: python ")[2].partition(" ")
+    done = stage_processes.run(script, flags, root)
+    assert done.codes == [0] and "resuming after step 3" in done.output[0], done.output
+    if not (root / "unsignalled").exists():
+        assert start("sft", "unsignalled", root).codes == [0]
+    assert hashes(root / out, "sft") == hashes(root / "unsignalled", "sft")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(root):
+    ended = start("sft", "one-rank", root, ranks=2, moment=Moment("train_step", 2, rank=1, signal=signal.SIGTERM))
+    assert ended.codes == [143, 143], ended.output
+    assert (root / "one-rank/checkpoint-2/manifest.json").exists()
+    assert "stopped by SIGTERM" in ended.output[0] and "stopped by" not in ended.output[1]
+
+
+@pytest.fixture(scope="module")
+def interrupted(root) -> Path:
+    """A run with checkpoints 2 and 4 of 6 steps."""
+    ended = start("sft", "interrupted", root, moment=Moment("train_step", 6))
+    assert ended.codes == [-signal.SIGKILL] and "step 5/6" in ended.output[0], ended.output
+    return root / "interrupted"
+
+
+@pytest.fixture
+def copy(interrupted, root):
+    folder = root / "copy"
+    shutil.copytree(interrupted, folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_the_newest_is_found_and_the_one_before_is_used(copy, root):
+    file = next((copy / "checkpoint-4").glob("model/*.pt"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    done = start("sft", "copy", root, more="--resume_from_checkpoint")
+    assert done.codes == [0], done.output
+    assert f"{file.name} was changed since it was written" in done.output[0]
+    assert "resuming after step 2 from" in done.output[0]
+    if not (root / "unsignalled").exists():
+        assert start("sft", "unsignalled", root).codes == [0]
+    assert hashes(copy, "sft") == hashes(root / "unsignalled", "sft")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("", "holds checkpoint-4 of a run that did not finish; go on with --resume_from_checkpoint"),
+        ("--resume_from_checkpoint --learning_rate 1e-3", "--learning_rate was 0.01 and is 0.001 now"),
+        ("--resume_from_checkpoint --zero_stage 2", "--zero_stage was 0 and is 2 now"),
+        ("--resume_from_checkpoint --model reward", "model was"),
+        ("--resume_from_checkpoint nowhere", "nowhere: no readable manifest.json"),
+    ],
+)
+def test_what_is_not_the_same_run_is_refused_and_left_alone(copy, root, more, message):
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
+    ended = start("sft", "copy", root, more=more)
+    assert ended.codes == [2] and message in ended.output[0], ended.output
+    assert ended.output[0].strip().splitlines()[-1].startswith("error: ") and "Traceback" not in ended.output[0]
+    after = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
+    assert {path.name for path in before.keys() ^ after.keys()} <= {".lock", ".lock-owner"}
+    assert all(after[path] == time for path, time in before.items() if path in after and ".lock" not in path.name)
+
+
+@pytest.mark.slow
+def test_other_flags_of_reporting_do_not_make_it_another_run(copy, root):
+    done = start("sft", "copy", root, more="--resume_from_checkpoint --logging_steps 3 --save_steps 0 --run_name again")
+    assert done.codes == [0] and "resuming after step 4" in done.output[0], done.output
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(root):
+    full = Moment("fsync", 4, signal=0)
+    ended = start("sft", "full", root, moment=full)
+    assert ended.codes == [1] and "Traceback" not in ended.output[0], ended.output
+    line = ended.output[0].strip().splitlines()[-1]
+    assert line.startswith("error: the checkpoint of step 4 could not be written in full: No space left on device")
+    assert "checkpoint-2 is whole" in line and "--resume_from_checkpoint" in line
+    done = start("sft", "full", root, more="--resume_from_checkpoint")
+    assert done.codes == [0] and "resuming after step 2" in done.output[0], done.output
+
+
+def test_checkpoints_that_cannot_fit_are_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_900))
+    checkpoints = resume.Checkpoints(tmp_path, resume.Saving(0.5, 2, None), 10, {})
+    model = SimpleNamespace(checkpoint_bytes=lambda: 1_000)
+    with pytest.raises(UserError, match=r"need about 0\.0 GB .*lower --save_total_limit \(now 2\)"):
+        checkpoints.restore({"model": model})
+
+
+# ---- the protocol, killed at every call that changes the disk
+
+
+def save_until_killed(folder: str, n: int, said: str) -> None:
+    """In a process of its own: saves steps 1 to 4 and dies before its n-th change of the disk."""
+    calls = []
+
+    def armed(function):
+        def counting(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return counting
+
+    class Weights:
+        def save(self, path, name):
+            (path / name).mkdir()
+            (path / name / "weights.pt").write_bytes(os.urandom(100))
+
+    checkpoints = resume.Checkpoints(Path(folder), resume.Saving(1, 2, "latest"), 4, {"run": "one"})
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, armed(getattr(os, name)))
+    for step in range(1, 5):
+        checkpoints.after_step(step, {"model": Weights()}, {"step": step})
+        with open(said, "a") as file:
+            file.write("x")
+
+
+def test_killed_at_every_change_of_the_disk_a_whole_checkpoint_is_left(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(stage_processes.PRELOAD)
+    n = 0
+    while True:
+        n += 1
+        folder, said = tmp_path / str(n), tmp_path / f"{n}.txt"
+        folder.mkdir()
+        said.touch()
+        child = context.Process(target=save_until_killed, args=(str(folder), n, str(said)))
+        child.start()
+        child.join()
+        saved = len(said.read_text())
+        checkpoints = resume.Checkpoints(folder, resume.Saving(1, 2, "latest"), 4, {"run": "one"})
+        assert checkpoints.step in (saved, saved + 1), f"killed at change {n}"
+        assert checkpoints.counters == ({"step": checkpoints.step} if checkpoints.step else {})
+        assert not list(folder.glob(".tmp*")), "leftovers"
+        assert 1 <= len(list(folder.glob("checkpoint-*"))) <= 3 or not saved
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    print(f"killed at {n - 1} changes of the disk: a whole checkpoint of the last or the next step each time")
+    assert n > 50 and saved == 4
+
+
+# ---- verification, file by file
+
+
+def test_every_kind_of_damage_is_found_before_anything_is_loaded(interrupted, tmp_path):
+    whole = interrupted / "checkpoint-4"
+    assert resume.verify(whole)["step"] == 4
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    assert len(files) >= 3
+    found = 0
+    for name in files:
+        size = (whole / name).stat().st_size
+        damages = {f"flip {at}": at for at in {0, size // 3, size // 2, size - 1}}
+        for damage in [*damages, "truncate", "delete", "hole", "other"]:
+            shutil.rmtree(tmp_path / "c", ignore_errors=True)
+            shutil.copytree(whole, tmp_path / "c")
+            file = tmp_path / "c" / name
+            content = bytearray(file.read_bytes())
+            if damage in damages:
+                content[damages[damage]] ^= 1
+                file.write_bytes(content)
+            elif damage == "truncate":
+                file.write_bytes(content[:-1])
+            elif damage == "delete":
+                file.unlink()
+            elif damage == "hole":
+                file.write_bytes(content[: size // 2] + bytes(min(64, size - size // 2)) + content[size // 2 + 64 :])
+            else:  # the same file of another step
+                file.write_bytes((interrupted / "checkpoint-2" / name).read_bytes())
+            try:
+                resume.verify(tmp_path / "c")
+            except UserError as error:
+                assert str(tmp_path / "c") in str(error)
+                found += 1
+            else:
+                same = file.exists() and file.read_bytes() == (whole / name).read_bytes()
+                # A whole manifest of the other step speaks of other files: it must not verify either.
+                assert same, f"{damage} in {name} was not found"
+    print(f"{found} damages in {len(files)} files, all found")
+    assert found > 6 * len(files)
+
+
+def test_a_file_nobody_wrote_is_found(interrupted, tmp_path):
+    shutil.copytree(interrupted / "checkpoint-4", tmp_path / "c")
+    (tmp_path / "c" / "model" / "more.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"more\.pt is not in its manifest\.json"):
+        resume.verify(tmp_path / "c")
