@@ -241,13 +241,31 @@ def run(main: Callable[[], None]) -> int:
         if is_main_process():
             print(stopped, file=sys.stderr, flush=True)
         return stopped.exit_code
+    except RuntimeError as error:
+        if not _is_lost_contact(error):
+            raise
+        _report(
+            f"lost contact with another rank, which has died or did not answer within --timeout_minutes "
+            f"({_first_line(error)}); the cause is in that rank's own output; when it is mended, run the same command "
+            f"with --resume_from_checkpoint"
+        )
+        return 1
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         return 130
     return 0
 
 
-def _report(error: Exception) -> None:
+def _is_lost_contact(error: RuntimeError) -> bool:
+    """A collective that failed because of its peers. gloo has no error class of its own; NCCL's is torch's."""
+    return type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _report(error: Exception | str) -> None:
     """One `error:` line however many ranks there are.
 
     Most mistakes are seen by all ranks alike. Rank 0 speaks and ends, and its launcher ends the others while they wait;

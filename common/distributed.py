@@ -41,7 +41,9 @@ def start(timeout_minutes: float, seed: int) -> torch.device:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
         )
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    os.environ.setdefault("DEEPSPEED_TIMEOUT", str(max(1, round(timeout_minutes))))
+    # DeepSpeed makes groups of its own for gradients and weights, and gives them no time-out: torch's default is theirs.
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     # The shared-memory collectives of DeepSpeed's CPU back-end would be compiled at first use; gloo does without.
     from deepspeed.ops import __compatible_ops__
 
@@ -54,7 +56,7 @@ def start(timeout_minutes: float, seed: int) -> torch.device:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, timeout=datetime.timedelta(minutes=timeout_minutes), verbose=False)
+    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
     random.seed(seed)
     torch.manual_seed(seed)
     return device

@@ -9,15 +9,15 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import deepspeed  # noqa: I001  after common.distributed, which quiets it
 import torch
 from torch import nn
 
-from common import adapters, distributed, ds_config
-from common.errors import UserError
+from common import adapters, distributed, ds_config, nonfinite
+from common.errors import RunFailed, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,19 +106,21 @@ class TrainedModel:
         """The wrapped model's forward; every rank calls it equally often, since ZeRO-3 gathers weights inside."""
         return self.engine(*args, **kwargs)
 
-    def train_step(self, micro_batches: Iterable, loss_fn: LossFn, step: int) -> StepResult:
+    def train_step(
+        self, micro_batches: Sequence, loss_fn: LossFn, step: int, rows: Sequence[Sequence[int]] = ()
+    ) -> StepResult:
         """Runs the micro-batches of one optimizer step, then the step.
 
         Args:
             micro_batches: equally many on every rank (pad with rows of weight zero).
             loss_fn: returns (share, sums). The shares of all micro-batches on all ranks add up to the step's loss: each
                 term is a sum over this micro-batch divided by that term's count over the whole step.
-            step: named in the error when the loss is not finite.
+            step, rows: the step, and the row numbers of each micro-batch, that an error names.
 
         Raises:
-            FloatingPointError: the loss is not finite; nothing was updated.
+            RunFailed: loss or gradient is not finite; nothing was updated.
         """
-        micro_batches = list(micro_batches)
+        shares = []
         world = distributed.world_size()
         sums: dict[str, torch.Tensor] = {}
         for index, micro_batch in enumerate(micro_batches):
@@ -128,20 +130,30 @@ class TrainedModel:
             # DeepSpeed averages gradients over ranks; the shares are to be summed.
             self.engine.backward(share * world, scale_wrt_gas=False)
             distributed.accumulate(sums, parts | {"loss": share})
+            shares.append(share.detach())
             if not last:
                 self.engine.step()
         totals = distributed.sum_over_ranks(sums, self.device)
         if not math.isfinite(totals["loss"]):
-            raise FloatingPointError(
-                f"step {step}: the loss is {totals['loss']}; stopped before the update, weights are unchanged"
+            where = nonfinite.trace_loss(self.module, micro_batches, rows, [float(share) for share in shares], loss_fn)
+            raise RunFailed(
+                f"step {step}: the loss is {totals['loss']} ({where}); stopped before the update, weights are unchanged"
             )
         learning_rate = self.schedule.get_last_lr()[0]
         norm = self._stage0_norm()
-        self.engine.step()
+        if norm is None or math.isfinite(norm):
+            self.engine.step()  # which leaves the weights alone when it finds a gradient that is not finite
         norm = self.engine.get_global_grad_norm() if norm is None else norm
         norm = float(norm) if norm is not None else math.nan
-        if not math.isfinite(norm) and self.dtype != "fp16":
-            raise FloatingPointError(f"step {step}: the gradient norm is {norm} though the loss is {totals['loss']}")
+        if not math.isfinite(norm) and self.dtype != "fp16":  # there it is how the loss scale is found
+            self.engine.set_gradient_accumulation_boundary(False)
+            where = nonfinite.trace_gradient(
+                self.module, micro_batches, rows, loss_fn, lambda loss: self.engine.backward(loss, scale_wrt_gas=False)
+            )
+            raise RunFailed(
+                f"step {step}: the gradient norm is {norm} though the loss is {totals['loss']} ({where}); weights are "
+                "unchanged"
+            )
         return StepResult(totals, norm, learning_rate)
 
     @contextlib.contextmanager

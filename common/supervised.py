@@ -70,14 +70,16 @@ def train(
     seen: int = counters.get("num_tokens", 0)
     for step in range(done, total_steps):
         clock = Stopwatch()
-        examples = [train_set[row] for row in batches.rows(step, len(train_set))]
+        rows = batches.rows(step, len(train_set))
+        examples = [train_set[row] for row in rows]
         count = task.count(examples)
 
         def share(batch, count=count):
             loss, sums = task.loss(batch)
             return loss / count, sums
 
-        result = model.train_step(_micro_batches(examples, task, batches, model.device), share, step + 1)
+        micro_batches, dealt = _micro_batches(rows, train_set, task, batches, model.device)
+        result = model.train_step(micro_batches, share, step + 1, dealt)
         seen += sum(task.length(example) for example in examples)
         record = task.figures(result.sums, count) | {
             "loss": result.sums["loss"],
@@ -103,7 +105,8 @@ def evaluate(
     sums: dict[str, torch.Tensor] = {}
     with model.evaluating():
         for start in range(0, len(examples), batches.size):
-            for batch in _micro_batches(examples[start : start + batches.size], task, batches, model.device):
+            rows = list(range(start, min(start + batches.size, len(examples))))
+            for batch in _micro_batches(rows, examples, task, batches, model.device)[0]:
                 loss, parts = task.loss(batch)
                 distributed.accumulate(sums, parts | {"loss": loss})
     totals = distributed.sum_over_ranks(sums, model.device)
@@ -111,10 +114,13 @@ def evaluate(
     return task.figures(totals, count) | {"loss": totals["loss"] / count}, totals
 
 
-def _micro_batches(examples: list, task: Task, batches: Batches, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """This rank's share of a step; similar lengths together, so that little of it is padding."""
-    examples = sorted(examples, key=task.length)
+def _micro_batches(
+    rows: list[int], examples: list, task: Task, batches: Batches, device: torch.device
+) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
+    """This rank's share of a step and its row numbers; similar lengths together, so that little of it is padding."""
+    rows = sorted(rows, key=lambda row: task.length(examples[row]))
     dealt = data.rank_micro_batches(
-        examples, distributed.rank(), distributed.world_size(), batches.per_device_train_batch_size
+        rows, distributed.rank(), distributed.world_size(), batches.per_device_train_batch_size
     )
-    return [{name: x.to(device) for name, x in task.collate(micro, examples[0]).items()} for micro in dealt]
+    made = [task.collate([examples[row] for row in micro], examples[rows[0]]) for micro in dealt]
+    return [{name: x.to(device) for name, x in batch.items()} for batch in made], dealt

@@ -39,6 +39,7 @@ class Experience:
 class MicroBatch:
     """One training forward: whole sequences, and the columns of their responses that the losses read."""
 
+    rows: list[int]  # of the rollout batch; none in a forward of weight zero
     ids: Tensor  # (B, T)
     seen: Tensor  # (B, T) bool: what attention may see
     query_length: int
@@ -104,6 +105,7 @@ def micro_batches(
         width = part["mask"].shape[1]
         batches.append(
             MicroBatch(
+                rows=own,
                 ids=ids,
                 seen=seen,
                 query_length=part["query"].shape[1],

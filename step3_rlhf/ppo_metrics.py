@@ -1,4 +1,4 @@
-"""PPO's metrics by the names TRL users know, and the two checks that sampler and trainer speak of the same tokens.
+"""PPO's metrics by the names TRL users know, and the checks before an update: finite, and of the same tokens.
 
 README.md of this folder has each name's formula and healthy range.
 """
@@ -9,7 +9,9 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
+from common import distributed
 from common.engine import StepResult
+from common.errors import RunFailed
 from common.tensor_ops import masked_mean, masked_sum
 from step3_rlhf.experience import Experience
 
@@ -81,16 +83,37 @@ def source_metrics(name: str, scores: Tensor) -> dict:
     return {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
 
 
+def check_finite(step: int, experience: Experience) -> None:
+    """Looks at everything the update will be made of, before it.
+
+    Raises:
+        RunFailed: some number is not finite; names tensor, responses and the ranks that computed them.
+    """
+    mask = experience.mask
+    tensors = {name: getattr(experience, name) for name in ("rollout_logprobs", "logprobs", "ref_logprobs", "values")}
+    bad = {name: (~tensor.isfinite() & mask).any(1) for name, tensor in tensors.items()}
+    bad["scores"] = ~experience.scores.isfinite()
+    for name, rows in bad.items():
+        if rows.any():
+            numbers = rows.nonzero().flatten().tolist()
+            ranks = sorted({number % distributed.world_size() for number in numbers})
+            shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+            raise RunFailed(
+                f"step {step}: {name} of the responses {shown} (rank {', '.join(map(str, ranks))}) are not finite; "
+                "stopped before the update, weights are unchanged"
+            )
+
+
 def check_sampler(step: int, experience: Experience, exact: bool, say: Callable[[str], None]) -> None:
     """Compares the log-probs recorded while sampling with those of the scoring forward.
 
     Raises:
-        FloatingPointError: `exact` (fp32) and they differ.
+        RunFailed: `exact` (fp32) and they differ.
     """
     gap = (experience.rollout_logprobs - experience.logprobs).abs().where(experience.mask, 0)
     if exact and not gap.max() <= FP32_TOLERANCE:  # NaN fails too
         row = int(gap.amax(1).argmax())
-        raise FloatingPointError(
+        raise RunFailed(
             f"step {step}, response {row}: the sampler's log-probs differ from the trainer's by up to {gap.max():.2e} "
             f"in fp32 (tolerance {FP32_TOLERANCE}): they do not see the same tokens, positions or weights"
         )
@@ -103,10 +126,10 @@ def check_first_ratio(step: int, ratio: float, exact: bool, say: Callable[[str],
     """Before its first update the policy is the one that sampled, so the first minibatch's mean ratio is 1.
 
     Raises:
-        FloatingPointError: `exact` (fp32) and it is not.
+        RunFailed: `exact` (fp32) and it is not.
     """
     if exact and not abs(ratio - 1) <= FP32_TOLERANCE:
-        raise FloatingPointError(
+        raise RunFailed(
             f"step {step}: the first minibatch's ratio is {ratio:.6f} in fp32, wanted 1: the training forward does not "
             "reproduce the scoring forward (dropout left on, other padding, or other weights)"
         )

@@ -115,6 +115,7 @@ class PPOTrainer:
         # 3. Log-probs under policy and reference, and values, all before any update; then every rank gets every row.
         computed = self.old_quantities(rollout, plan) | {"scores": fuse(by_source, self.weights)}
         experience = exp.gather(rollout, computed, len(prompts), self.sampling.pad_id)
+        ppo_metrics.check_finite(step, experience)
         ppo_metrics.check_sampler(step, experience, self.exact, self.say)
         seconds["forward"] = clock.seconds()
 
@@ -187,13 +188,14 @@ class PPOTrainer:
                 rows = order[start : start + ppo.minibatch_size]
                 count = float(experience.mask[rows].sum())  # what every mean of this optimizer step is taken over
                 batches = exp.micro_batches(rows, experience, advantages, returns, ppo.per_device_train_batch_size)
+                dealt = [batch.rows for batch in batches]
                 critic_results.append(
-                    self.critic.train_step(batches, lambda batch, n=count: self.critic_share(batch, n), step)
+                    self.critic.train_step(batches, lambda batch, n=count: self.critic_share(batch, n), step, dealt)
                 )
                 counts.append(count)
                 if step > ppo.critic_warmup_steps:
                     actor_results.append(
-                        self.actor.train_step(batches, lambda batch, n=count: self.actor_share(batch, n), step)
+                        self.actor.train_step(batches, lambda batch, n=count: self.actor_share(batch, n), step, dealt)
                     )
                 if len(actor_results) == 1:
                     ppo_metrics.check_first_ratio(

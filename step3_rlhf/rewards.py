@@ -15,7 +15,7 @@ import torch
 
 from common import chat_format, data
 from common.engine import FrozenModel
-from common.errors import UserError
+from common.errors import RunFailed, UserError
 from common.functions import is_function
 from common.generation import Rollout
 from common.models import at_last_token
@@ -75,7 +75,7 @@ class RewardModel:
             if not idle:
                 scores[some] = values
         if not scores.isfinite().all():
-            raise FloatingPointError(f"the reward model {self.name} scored {scores.tolist()}: its weights are damaged")
+            raise RunFailed(f"the reward model {self.name} scored {scores.tolist()}: its weights are damaged")
         return (scores - self.shift) / self.scale
 
     def _retokenise(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,8 @@ PRELOAD = ["deepspeed", "datasets", "small_models", "peft", "common.engine", "co
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When to end a process, on which rank, by which signal (0: not by one, the disk is full instead).
+    """When to end a process, on which rank, by which signal. 0: not ended, the disk is full instead; -1: not
+    ended, the model's weights turn to NaN.
 
     where: "train_step" (before the n-th optimizer step of any model), "fsync" (the n-th file a checkpoint seals),
     "rename" (before the n-th checkpoint gets its name), "publish" (before the n-th stage.json is written).
@@ -107,7 +108,10 @@ def _arm(moment: Moment) -> None:
             calls.append(1)
             if len(calls) == moment.n and not moment.signal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if len(calls) == moment.n:
+            if len(calls) == moment.n and moment.signal < 0:
+                for parameter in args[0].module.parameters():
+                    parameter.data.fill_(float("nan"))
+            elif len(calls) == moment.n:
                 os.kill(os.getpid(), moment.signal)
         return function(*args, **kwargs)
 

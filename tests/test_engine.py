@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common import ds_config, engine, models
 from common.engine import Engine, FrozenModel, Optim, TrainedModel, lr_factor
-from common.errors import UserError
+from common.errors import RunFailed, UserError
 from common.models import DTYPES, LanguageModel
 
 # DeepSpeed calls what torch is about to rename.
@@ -205,28 +205,54 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(stage, bad_batch):
     model = trained(stage)
     train(model, [6], steps=1)
     before = copy.deepcopy(model.state())
-    micro = [batch_of(rows_of(1)[:3]), batch_of(rows_of(1)[3:])]
-    calls = []
+    micro = [(*batch_of(rows_of(1)[:3]), 0), (*batch_of(rows_of(1)[3:]), 1)]
 
     def share(batch):
-        calls.append(batch)
-        return model(*batch).mean() * (math.nan if len(calls) - 1 == bad_batch else 1.0), {}
+        return model(*batch[:2]).mean() * (math.nan if batch[2] == bad_batch else 1.0), {}
 
-    with pytest.raises(FloatingPointError, match="step 7: the loss is nan; stopped before the update"):
-        model.train_step(micro, share, 7)
+    rows = [[40, 7], [11]]
+    words = {0: "7, 40", 1: "11"}[bad_batch]
+    message = rf"step 7: the loss is nan \(rank 0, rows {words}, first in the loss itself, not in the model\); stopped"
+    with pytest.raises(RunFailed, match=message):
+        model.train_step(micro, share, 7, rows)
     after = model.state()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_gradient_that_is_not_finite_stops_the_run(stage):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_layer_in_which_it_began_is_named(stage):
     model = trained(stage)
+    layer = model.module.hf.model.layers[1].mlp
+    hook = layer.register_forward_hook(lambda *args: args[2] * math.inf)
+    share = lambda batch: (model(*batch).mean(), {})  # noqa: E731
+    with pytest.raises(RunFailed, match=r"rank 0, first in the output of hf\.model\.layers\.1\.mlp\)"):
+        model.train_step([batch_of(rows_of(1))], share, 1)
+    hook.remove()
+    with torch.no_grad():
+        spoilt = next(
+            p for name, p in model.module.named_parameters() if name == "hf.model.layers.0.mlp.up_proj.weight"
+        )
+        getattr(spoilt, "ds_tensor", spoilt).view(-1)[3] = math.nan
+    with pytest.raises(RunFailed, match=r"first in the weight hf\.model\.layers\.0\.mlp\.up_proj\.weight\)"):
+        model.train_step([batch_of(rows_of(1))], share, 1)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16")])
+def test_a_gradient_that_is_not_finite_stops_before_the_update(stage, dtype):
+    model = trained(stage, dtype=dtype)
+    train(model, [6], steps=1)
+    before = copy.deepcopy(model.state())
 
     def share(batch):
         return (0 * model(*batch)).sum().abs().sqrt(), {}  # 0, with the gradient 0 * inf
 
-    with pytest.raises(FloatingPointError, match=r"step 3: the gradient norm is (nan|inf) though the loss is 0\.0"):
-        model.train_step([batch_of(rows_of(0))], share, 3)
+    message = (
+        r"step 3: the gradient norm is (nan|inf) though the loss is 0\.0 \(rank 0, rows 5, first in the gradient of hf"
+    )
+    with pytest.raises(RunFailed, match=message):
+        model.train_step([batch_of(rows_of(0))], share, 3, [[5]])
+    after = model.state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 # ---- the schedule

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from common import engine, generation, hybrid_engine
 from common.data import PromptExample
+from common.errors import RunFailed
 from common.models import LanguageModel, ScalarModel
 from step3_rlhf import experience as exp
 from step3_rlhf import ppo_metrics, ppo_trainer, rewards
@@ -497,11 +498,29 @@ class WrongSampler(FixedSampler):
 def test_a_sampler_of_other_weights_stops_the_run_before_any_update():
     trainer = trainer_of(sampler=WrongSampler(3.5e-4))
     before = copy.deepcopy(outcome_state(trainer))
-    with pytest.raises(FloatingPointError, match=r"step 1, response 3: the sampler's log-probs differ .* 3\.\d+e-04"):
+    with pytest.raises(RunFailed, match=r"step 1, response 3: the sampler's log-probs differ .* 3\.\d+e-04"):
         trainer.step(1, prompts_of())
     after = outcome_state(trainer)
     assert all(torch.equal(after[role][n], value) for role in after for n, value in before[role].items())
     trainer_of(sampler=WrongSampler(5e-5)).step(1, prompts_of())
+
+
+@pytest.mark.parametrize("name", ["rollout_logprobs", "logprobs", "ref_logprobs", "values", "scores"])
+def test_what_is_not_finite_stops_the_run_before_any_update(name, monkeypatch):
+    trainer, gather = trainer_of(), exp.gather
+
+    def spoilt(*args):
+        experience = gather(*args)
+        tensor = getattr(experience, name)
+        tensor[[1, 3]] = math.inf
+        return experience
+
+    monkeypatch.setattr(exp, "gather", spoilt)
+    before = copy.deepcopy(outcome_state(trainer))
+    with pytest.raises(RunFailed, match=rf"step 1: {name} of the responses 1, 3 \(rank 0\) are not finite; stopped"):
+        trainer.step(1, prompts_of())
+    after = outcome_state(trainer)
+    assert all(torch.equal(after[role][n], value) for role in after for n, value in before[role].items())
 
 
 def test_in_low_precision_a_gap_is_told_and_not_fatal():
@@ -516,7 +535,7 @@ def test_a_first_ratio_that_is_not_one_stops_the_run_or_is_told():
     ppo_metrics.check_first_ratio(4, 1.005, False, said.append)
     assert not said
     for ratio in (1 + 2e-4, 1 - 2e-4, math.nan):
-        with pytest.raises(FloatingPointError, match="step 4: the first minibatch's ratio is"):
+        with pytest.raises(RunFailed, match="step 4: the first minibatch's ratio is"):
             ppo_metrics.check_first_ratio(4, ratio, True, said.append)
     for ratio in (1.02, math.nan):
         ppo_metrics.check_first_ratio(4, ratio, False, said.append)
@@ -536,7 +555,7 @@ def test_dropout_left_on_is_found(monkeypatch):
             self.actor.module.train()
 
     monkeypatch.setattr(PPOTrainer, "old_quantities", in_eval_mode)
-    with pytest.raises(FloatingPointError, match="step 1: the first minibatch's ratio is"):
+    with pytest.raises(RunFailed, match="step 1: the first minibatch's ratio is"):
         trainer.step(1, prompts_of())
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +128,38 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(root):
     assert ended.codes == [143, 143], ended.output
     assert (root / "one-rank/checkpoint-2/manifest.json").exists()
     assert "stopped by SIGTERM" in ended.output[0] and "stopped by" not in ended.output[1]
+
+
+# ---- ranks that end or stop answering
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others_within_seconds(root):
+    start_time = time.monotonic()
+    ended = start("sft", "dies", root, ranks=2, moment=Moment("train_step", 3, rank=1))
+    assert ended.codes == [1, -signal.SIGKILL] and time.monotonic() - start_time < 40, ended.output
+    line = ended.output[0].strip().splitlines()[-1]
+    assert line.startswith("error: lost contact with another rank") and "Traceback" not in ended.output[0], ended.output
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_others_when_the_time_is_up(root):
+    hang = Moment("train_step", 3, rank=1, signal=signal.SIGSTOP)
+    begin = time.monotonic()
+    ended = start("sft", "hangs", root, ranks=2, moment=hang, more="--timeout_minutes 0.15")  # 9 s
+    assert ended.codes[0] == 1 and 9 < time.monotonic() - begin < 60, ended.output
+    assert "error: lost contact with another rank" in ended.output[0] and "Timed out" in ended.output[0]
+
+
+@pytest.mark.slow
+def test_weights_that_are_damaged_stop_all_ranks_with_one_line(root):
+    ended = start("sft", "damaged", root, ranks=2, moment=Moment("train_step", 3, rank=1, signal=-1))
+    assert ended.codes == [1, 1], ended.output
+    lines = [line for line in ended.output[0].splitlines() if "error: " in line]
+    assert len(lines) == 1 and "Traceback" not in ended.output[0], ended.output
+    assert lines[0].startswith("error: step 3: the loss is nan (") and "rank 1, rows" in lines[0]
+    assert lines[0].endswith("stopped before the update, weights are unchanged")
+    assert not (root / "damaged/stage.json").exists() and (root / "damaged/checkpoint-2").exists()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 from common import chat_format, functions
 from common.data import pad_left, pad_right
 from common.engine import FrozenModel
-from common.errors import UserError
+from common.errors import RunFailed, UserError
 from common.generation import Rollout
 from common.models import ScalarModel, load_scalar_model, load_tokenizer
 from step3_rlhf import rewards
@@ -140,7 +140,7 @@ def test_a_reward_model_that_scores_nan_is_no_model_without_an_opinion():
         model.score.weight[0, 3] = math.nan
     frozen = FrozenModel(lambda zero3: ScalarModel(model), "fp32", 0, False, CPU)
     source = RewardModel("broken", frozen, qwen_like(), qwen_like(), "none", 0.0, 1.0)
-    with pytest.raises(FloatingPointError, match="the reward model broken scored"):
+    with pytest.raises(RunFailed, match="the reward model broken scored"):
         source(answers_of(qwen_like()))
 
 
