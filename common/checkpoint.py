@@ -5,6 +5,7 @@ under a temporary name, fsynced and moved in; `stage.json` comes last, so no cra
 """
 
 import atexit
+import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -14,8 +15,6 @@ import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-
-import filelock
 
 from common.errors import UserError
 
@@ -62,7 +61,13 @@ class RunFolder:
         self._lock = None
         self._made = [part for part in (self.path, *self.path.parents) if not part.exists()]
         if main_process:
-            self.path.mkdir(parents=True, exist_ok=True)
+            import filelock
+
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                (self.path / ".lock").touch()
+            except OSError as error:
+                raise UserError(f"--output_dir {path} cannot be written: {error.strerror}; choose another") from error
             self._lock = filelock.FileLock(self.path / ".lock")
             owner = self.path / ".lock-owner"
             try:
@@ -212,7 +217,10 @@ def require_stage(folder: str | Path, flag: str, wanted: tuple[str, ...]) -> dic
         )
         if is_hub_name and path.parts[0] not in ("models", "out", "data"):
             return None
-        raise UserError(f"{flag} {folder}: no such folder; {make}")
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], 1)
+        looked = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+        hint = f"did you mean {path.with_name(near[0])}?" if near else make
+        raise UserError(f"{flag} {folder}: no such folder{looked}; {hint}")
     if not path.is_dir():
         raise UserError(f"{flag} {folder} is a file; wanted a model folder; {make}")
     record = read_stage(path)

@@ -41,7 +41,7 @@ def start(timeout_minutes: float, seed: int) -> torch.device:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
         )
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    # DeepSpeed makes groups of its own for gradients and weights, and gives them no time-out: torch's default is theirs.
+    # DeepSpeed makes groups of its own for gradients and weights and passes no time-out on: they take torch's default.
     timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     # The shared-memory collectives of DeepSpeed's CPU back-end would be compiled at first use; gloo does without.

@@ -27,6 +27,8 @@ def load_function(spec: str, flag: str) -> tuple[Callable, ModuleType]:
     """
     file, _, name = spec.rpartition(":")
     path = next((path for path in (Path(file), _ROOT / file) if file.endswith(".py") and path.is_file()), None)
+    if path is None and spec.endswith(".py"):
+        raise UserError(f"{flag} {spec}: which function of it? wanted FILE.py:FUNCTION")
     if path is None:
         raise UserError(f"{flag} {spec}: there is no file {file or spec}; wanted FILE.py:FUNCTION or a model folder")
     # The prefix keeps a user's json.py from taking the place of Python's.

@@ -131,19 +131,27 @@ class _Lines:
 
     def __init__(self, path: Path, resume_step: int):
         kept = [row for row in read_jsonl(path) if row["step"] <= resume_step] if path.exists() and resume_step else []
-        staged = path.with_name(path.name + ".tmp")
-        staged.write_text("".join(map(json_line, kept)), encoding="utf-8")
-        staged.replace(path)
-        self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self.path, self.file = path, None
+        path.unlink(missing_ok=True) if not kept else self._replace(kept)
+
+    def _replace(self, rows: list[dict]):
+        staged = self.path.with_name(self.path.name + ".tmp")
+        staged.write_text("".join(map(json_line, rows)), encoding="utf-8")
+        staged.replace(self.path)
 
     def write(self, *rows: dict):
+        if self.file is None:  # a stage that has no samples leaves no file of them
+            self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         os.write(self.file, "".join(map(json_line, rows)).encode("utf-8"))
 
     def sync(self):
-        os.fsync(self.file)
+        if self.file is not None:
+            os.fsync(self.file)
 
     def close(self):
-        os.close(self.file)
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
 
 class MetricsLogger:

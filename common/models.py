@@ -214,7 +214,9 @@ def check_length(config, length: int, what: str) -> None:
     """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit and length > limit:
-        raise UserError(f"{what} ask for {length} tokens a sequence, the model has positions for {limit}; lower them")
+        raise UserError(
+            f"{what}: {length} tokens a sequence asked for, the model has positions for {limit}; lower to that or less"
+        )
 
 
 def stop_ids_of(path: str | Path) -> list[int]:

@@ -4,11 +4,14 @@ import dataclasses
 from pathlib import Path
 
 from common import distributed
-from common.checkpoint import RunFolder
+from common.checkpoint import STAGE_FILE, RunFolder
 from common.engine import TrainedModel
-from common.errors import Stopped
+from common.errors import Stopped, UserError
 from common.metrics import MetricsLogger
 from common.resume import Checkpoints, Saving
+
+# Below this no run learns anything, and it is most likely that there were too few rows.
+_FEW_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Run:
     def __init__(
         self, reporting: Reporting, saving: Saving, title: str, total_steps: int, identity: dict, notes: list[str]
     ):
+        _refuse_foreign(Path(reporting.output_dir))
         self.folder = RunFolder(reporting.output_dir, main_process=distributed.is_main())
         self.checkpoints = Checkpoints(self.folder.path, saving, total_steps, identity)
         self.log = MetricsLogger(
@@ -47,6 +51,8 @@ class Run:
             title=reporting.run_name or title,
             resume_step=self.checkpoints.step,
         )
+        if total_steps < _FEW_STEPS:
+            notes = [*notes, f"note: {total_steps} step(s) in all, which is a trial; learning takes hundreds"]
         for note in (f"writing to {self.path}", *self.checkpoints.notes, *notes):
             self.log.say(note)
 
@@ -83,3 +89,11 @@ class Run:
         self.log.close()
         self.folder.release()
         distributed.stop()
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder with things in it that no run leaves: somebody else's files would lie among a model's."""
+    found = sorted(p.name for p in path.iterdir() if not p.name.startswith(".")) if path.is_dir() else []
+    ours = ("metrics.jsonl", "timings.jsonl", "tensorboard", "checkpoint-", STAGE_FILE, "actor", "critic")
+    if found and not any(name.startswith(ours) for name in found):
+        raise UserError(f"--output_dir {path} holds other things ({', '.join(found[:3])}); choose a new folder")

@@ -31,6 +31,8 @@ def check() -> None:
 
 
 def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"{__doc__}\nerror: this is run by scripts/benchmark.py --peer PYTHON, not by hand")
     # The library prints to stdout; only answers may go to the real one.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

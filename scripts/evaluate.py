@@ -104,7 +104,13 @@ def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
         print(note)
     file = files.train if data is not None and Path(data).is_file() else files.eval
     if file is None:
-        raise UserError(f"{files.train.parent} has no eval.parquet; prepare the data with --eval_fraction above 0")
+        raise UserError(
+            f"{files.train.parent} has no eval.parquet: no prompt was kept for evaluation; prepare more rows, or "
+            "with a larger --eval_fraction, and train on that"
+        )
+    recorded = (parent or {}).get("data")
+    if recorded and recorded["hash"] != files.hash and file == files.eval:
+        print(f"note: the first model was trained on {recorded['path']}: what is held out here may not have been there")
     return read_rows(file)
 
 
@@ -209,14 +215,17 @@ def mean(values: list) -> float | None:
 
 
 def interval(answers: list[dict], values: list, seed: int, draws: int = 4000) -> list[float] | None:
-    """95% percentile bootstrap interval of the mean; whole prompts are drawn, each with all of its answers."""
+    """95% percentile bootstrap interval of the mean; whole prompts are drawn, each with all of its answers.
+
+    None for a single prompt.
+    """
     import numpy as np
 
     groups: dict[int, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):
         if value is not None:
             groups.setdefault(answer["row"], []).append(value)
-    if not groups:
+    if len(groups) < 2:  # resampling one says nothing about others
         return None
     sums, counts = (np.array([function(group) for group in groups.values()], float) for function in (sum, len))
     drawn = np.random.default_rng(seed).integers(len(groups), size=(draws, len(groups)))
@@ -261,7 +270,7 @@ def print_table(args, record: dict) -> None:
         label = names.get(key, "  95% interval" if key.endswith("_interval") else key)
         table.add_row(label, *(text(entry[key]) for entry in record["models"]))
     if record["differences"]:
-        table.add_row("score minus the first's", "", *(text(d["score"]) for d in record["differences"]))
+        table.add_row("score, difference to the first", "", *(text(d["score"]) for d in record["differences"]))
         table.add_row("  95% interval", "", *(text(d["score_interval"]) for d in record["differences"]))
     Console().print(table)
 

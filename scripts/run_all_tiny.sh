@@ -7,9 +7,12 @@
 #   SEED                  of data, models and sampling (1)
 #   OUT                   where everything goes (out/tiny); what is finished there is not run again
 #   PYTHON, PIP_EXTRA_INDEX_URL       see scripts/setup.sh
-#   LAUNCH                what starts a stage (python), for example LAUNCH="deepspeed --num_accelerators 2"
+#   LAUNCH                what starts a stage (python), for example LAUNCH="deepspeed --num_accelerators 2"; steps 1 and 2
+#                         count their batches per process, so two processes train on twice the rows
 #   SHUFFLE_PREFERENCES=1 negative control: who is preferred is decided by a coin, so nothing can be learned in step 2
 set -euo pipefail
+
+[[ $# == 0 ]] || { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; echo "error: settings go in front: SEED=2 bash $0" >&2; exit 2; }
 
 main() { # one function, so that bash has read all of it before it starts: the file may change meanwhile
 root=$(cd "$(dirname "$0")/.." && pwd)

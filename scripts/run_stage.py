@@ -50,6 +50,9 @@ def main(argv=None) -> int:
     start = time.monotonic()
     with open(log_path, "wb") as log:
         code = run(args.command, log)
+    if code in (130, 143):  # Ctrl-C, SIGTERM
+        print(f"\n{args.name} was stopped; run the same command again to go on", file=sys.stderr)
+        return code
     if code:
         print(f"\nerror: {args.name} stopped with exit code {code}; the end of {log_path}:", file=sys.stderr)
         for line in log_path.read_text(errors="replace").splitlines()[-args.tail :]:

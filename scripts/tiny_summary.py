@@ -205,11 +205,15 @@ def print_before_and_after(out: Path) -> None:
     from common.metrics import printable, read_jsonl
 
     samples = read_jsonl(out / "evaluation.samples.jsonl")
-    before, after = samples[0], samples[len(samples) // 2]  # the first answer of each model: same prompt, same noise
-    assert before["prompt"] == after["prompt"]
-    print(f"\nThe same prompt before and after: {printable(before['prompt'][-1]['content'])}")
-    for name, sample in (("SFT", before), ("PPO", after)):
-        print(f"  {name} (gold {sample['score']:+.2f}): {printable(sample['response'])}")
+    half = len(samples) // 2
+    pairs = list(zip(samples[:half], samples[half:], strict=True))  # one answer of each model: same prompt, same noise
+    better, worse = (sum(sign * (b["score"] - a["score"]) > 0 for a, b in pairs) for sign in (1, -1))
+    print(f"\nThe same prompt before and after: better in {better}, worse in {worse} of {half}. The first three:")
+    for before, after in pairs[:3]:
+        assert before["prompt"] == after["prompt"]
+        print(f"  {printable(before['prompt'][-1]['content'])}")
+        for name, sample in (("SFT", before), ("PPO", after)):
+            print(f"    {name} (gold {sample['score']:+.2f}): {printable(sample['response'])}")
 
 
 def print_next(out: Path) -> None:

@@ -183,6 +183,10 @@ def summary(stages: dict, ledger: list[dict]) -> str:
     lines = [f"{'stage':12}{'train':>8}{'eval':>8}"]
     for stage, parts in counts(stages).items():
         lines.append(f"{stage:12}{parts['train']:>8}{parts['eval']:>8}")
+        if not parts["eval"]:
+            lines.append(
+                f"  note: no row of {stage} is kept for evaluation; more rows or a larger --eval_fraction help"
+            )
         if not parts["train"]:
             lines.append(
                 f"  note: every row of {stage} fell into eval; more rows or a smaller --eval_fraction give it some"

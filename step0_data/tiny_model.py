@@ -13,7 +13,7 @@ from common.errors import UserError
 
 VOCAB_SIZE = 730  # 4 special pieces, 256 bytes, the rest words and parts of words
 HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, INTERMEDIATE_SIZE = 128, 4, 4, 352
-MAX_LENGTH = 512
+MAX_LENGTH = 1024  # the defaults of every stage fit; rotary positions cost nothing
 UNK, BOS, EOS, PAD = "<unk>", "<s>", "</s>", "<pad>"  # ids 0 to 3: four different tokens, so no mask ever has to guess
 
 

@@ -151,7 +151,7 @@ def main() -> None:
             metrics=record,
         )
         hub.push(upload, run.path, log.say)
-    log.say(f"held-out accuracy {record['eval_accuracy']:.3f}")
+    log.say(f"{'held-out' if files.eval else 'training'} accuracy {record['eval_accuracy']:.3f}")
     run.finish(f"python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {run.path}")
 
 

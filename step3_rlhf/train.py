@@ -122,8 +122,12 @@ def main() -> None:
     from common.functions import is_function, load_function
 
     actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
-    critic_stages = ("reward", "rlhf-critic", "sft", "base") if args.reward else ("reward",)
-    checkpoint.require_stage(args.critic, "--critic", wanted=critic_stages)
+    critic_stage = checkpoint.require_stage(args.critic, "--critic", wanted=("reward", "rlhf-critic", "sft", "base"))
+    if not args.reward and critic_stage and critic_stage["stage"] != "reward":
+        raise UserError(
+            f"without --reward the critic's folder also scores the answers, and {args.critic} is of stage "
+            f"{critic_stage['stage']!r}; name what scores: --reward models/reward, or --reward FILE.py:FUNCTION"
+        )
     if args.ref:
         checkpoint.require_stage(args.ref, "--ref", wanted=("sft", "dpo", "rlhf-actor", "base"))
     reward_specs = args.reward or [args.critic]
@@ -270,7 +274,7 @@ def main() -> None:
         )
         sources.append(source)
         log.say(
-            f"reward {spec}: {args.score_norm}, held-out mean {stats[spec][0]:.3f}"
+            f"reward {spec}: {args.score_norm}, mean of its own pairs {stats[spec][0]:.3f}"
             + ("" if source.same_tokens else "; text is re-tokenised")
         )
     log.say(f"actor   {actor.describe()}")

@@ -177,7 +177,7 @@ MAKE_REWARD = "step2_reward/train.py --model models/sft"
         ("reward", "--actor", "sft", ["--actor", "is of stage 'reward', wanted 'sft'", MAKE_SFT]),
         ("nowhere/deep/down", "--actor", "sft", ["no such folder", MAKE_SFT]),
         ("models/sft", "--actor", "sft", ["models/sft: no such folder", MAKE_SFT]),
-        ("./sft2", "--actor", "sft", ["no such folder", MAKE_SFT]),
+        ("./sft2", "--actor", "sft", ["no such folder (looked in", "did you mean sft?"]),
         ("sft/config.json", "--actor", "sft", ["is a file; wanted a model folder"]),
         ("unfinished", "--actor", "sft", ["no finished model there", MAKE_SFT]),
         ("rlhf", "--actor", "rlhf-actor", ["did you mean rlhf/actor?"]),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import one_rank
 import pytest
+import stage_processes
 import torch
 
 from common import cli
@@ -414,3 +415,16 @@ def test_python_in_the_pages_is_python():
 def test_no_number_is_left_to_be_filled_in():
     left = [f"{page}: {line.strip()}" for page in PAGES for line in read(page).splitlines() if "TODO(lead)" in line]
     assert not left, "measured numbers of the tiny run belong here before a release:\n" + "\n".join(left)
+
+
+@pytest.mark.slow
+def test_the_lines_by_hand_run_on_the_tiny_set(tmp_path):
+    """As they stand in the README, one step each; only DeepSpeed's launcher is left to test_pipeline.py."""
+    lines = [words for words in commands("README.md") if "--dataset tiny" in " ".join(words)]
+    at = commands("README.md").index(lines[0])
+    for words in commands("README.md")[at : at + 4]:
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        limit = "" if "prepare" in words[script] else " --max_steps 1"
+        done = stage_processes.run(words[script], " ".join(words[script + 1 :]) + limit, tmp_path)
+        assert done.codes == [0], done.output
+    assert (tmp_path / "models/rlhf/actor/stage.json").exists()

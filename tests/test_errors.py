@@ -144,7 +144,7 @@ MAKE_REWARD = "make it with `python step2_reward/train.py"
 CASES = [
     # the model
     (sft, "--model reward --data data", "--model reward is of stage 'reward', wanted 'base' or 'sft'"),
-    (sft, "--model ./nowhere --data data", "--model ./nowhere: no such folder; make it with `python step0_data"),
+    (sft, "--model ./nowhere --data data", "--model ./nowhere: no such folder (looked in "),
     (sft, "--model models/base --data data", "--model models/base: no such folder"),
     (sft, "--model owner/no-such-model --data data", "no model configuration could be loaded from owner/no-such-model"),
     (sft, "--model unfinished --data data", "no finished model there (neither stage.json nor config.json)"),
@@ -158,7 +158,7 @@ CASES = [
     (
         sft,
         "--model gpt2 --data data --max_length 129",
-        "ask for 129 tokens a sequence, the model has positions for 128",
+        "129 tokens a sequence asked for, the model has positions for 128",
     ),
     (reward, "--model rlhf/critic --data data", "is of stage 'rlhf-critic', wanted 'sft'"),
     (reward, "--model labels --data data", "classifies into 3 labels, wanted a reward model with 1"),
@@ -194,9 +194,9 @@ CASES = [
     (sft, SFT + "--report_to wandb", "--report_to wandb: the package is not installed"),
     # the roles of step 3
     (rlhf, "--actor reward --critic reward", "--actor reward is of stage 'reward', wanted 'sft'"),
-    (rlhf, "--actor sft --critic sft", "--critic sft is of stage 'sft', wanted 'reward'; " + MAKE_REWARD),
+    (rlhf, "--actor sft --critic sft", "sft is of stage 'sft'; name what scores: --reward"),
     (rlhf, "--actor sft --critic rlhf", "did you mean rlhf/critic?"),
-    (rlhf, "--actor sft --critic rlhf/critic", "--critic rlhf/critic is of stage 'rlhf-critic', wanted 'reward'"),
+    (rlhf, "--actor sft --critic rlhf/critic", "rlhf/critic is of stage 'rlhf-critic'; name what scores: --reward"),
     (rlhf, "--actor sft --critic unfinished", "--critic unfinished: no finished model there"),
     (rlhf, RL + "--ref reward", "--ref reward is of stage 'reward', wanted 'sft'"),
     (rlhf, RL + "--reward sft", "--reward sft is of stage 'sft', wanted 'reward'; " + MAKE_REWARD),
@@ -211,9 +211,10 @@ CASES = [
     (rlhf, RL.replace("reward ", "gpt2 ") + "--reward rewards.py:good", "--critic gpt2 has another tokenizer"),
     (rlhf, RL + "--rollout_batch_size 10", "--rollout_batch_size 10 is not a multiple of --minibatch_size 32"),
     (rlhf, RL + "--num_generations 3", "--rollout_batch_size 64 is not a multiple of --num_generations 3"),
-    (rlhf, RL + "--max_prompt_length 2041", "ask for 2049 tokens a sequence, the model has positions for 2048"),
+    (rlhf, RL + "--max_prompt_length 2041", "2049 tokens a sequence asked for, the model has positions for 2048"),
     # the words
     (rlhf, RL + "--rollout_bach_size 8", "unknown flag --rollout_bach_size; the nearest is --rollout_batch_size"),
+    (sft, SFT + "--output_dir data", "--output_dir data holds other things (manifest.json"),
     (sft, SFT + "--config nowhere.yaml", "--config nowhere.yaml: "),
     (sft, SFT + "--config ds.json", "ds.json: unknown key 'zero_optimization'"),
 ]
@@ -261,3 +262,24 @@ def test_as_a_process_too(world):
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: classifier lacks weights of a causal language model: lm_head.weight")
     assert "writing to out" in done.stdout and snapshot(world) == before
+
+
+@pytest.mark.parametrize(
+    "script", ["step0_data/prepare.py --dataset tiny", "step1_sft/train.py --model sft --data data"]
+)
+def test_without_the_environment_it_says_how_to_get_it(script, world):
+    words = [sys.executable, "-S", *(ROOT / script).as_posix().split(), "--output_dir", "out"]  # -S: no site-packages
+    done = subprocess.run(words, cwd=world, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: the package ") and "source .venv/bin/activate" in done.stderr
+    assert not (world / "out").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_say_one_line(world):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = [*launcher, str(ROOT / "step1_sft/train.py"), *(SFT + "--max_length 100000").split()]
+    done = subprocess.run(words, cwd=world, capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: --max_length: 100000 tokens a sequence asked for")

@@ -297,7 +297,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
 def test_a_model_that_is_too_short_is_refused(tmp_path):
     config = models.read_config(save_gpt2(tmp_path))
     models.check_length(config, 128, "--max_length")
-    with pytest.raises(UserError, match="--max_length ask for 129 tokens a sequence, the model has positions for 128"):
+    with pytest.raises(UserError, match="129 tokens a sequence asked for, the model has positions for 128"):
         models.check_length(config, 129, "--max_length")
 
 

@@ -72,7 +72,7 @@ def start(stage: str, out: str, root: Path, zero: int = 0, ranks: int = 1, momen
 
 def hashes(folder: Path, stage: str) -> dict[str, str]:
     """Of what two runs have to share: the models, the metrics and the samples."""
-    files = [folder / "metrics.jsonl", folder / "samples.jsonl"]
+    files = [folder / "metrics.jsonl"] + [folder / "samples.jsonl"] * (stage == "rlhf")
     files += [folder / model / "model.safetensors" for model in MODELS[stage]]
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

@@ -492,7 +492,7 @@ def test_the_summary_has_exactly_these_keys(finished_run, capsys, monkeypatch):
     tiny_summary.main(["--out", str(finished_run)])
     assert json.loads((finished_run / "summary.json").read_text()) == FIGURES
     shown = capsys.readouterr().out
-    assert "before and after: How?" in shown and "PPO (gold +2.00): Gladly." in shown
+    assert "before and after: better in" in shown and "  How?" in shown and "PPO (gold +2.00): Gladly." in shown
     assert f"scripts/chat.py --model {finished_run}/rlhf/actor" in shown
     assert "OUTSIDE" not in shown
 

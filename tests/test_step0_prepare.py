@@ -104,7 +104,7 @@ def test_the_tokenizer_has_four_special_tokens_and_our_template(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny / "base_model")
     special = [tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert special == [0, 1, 2, 3]
-    assert len(tokenizer) == 730 and tokenizer.model_max_length == 512
+    assert len(tokenizer) == 730 and tokenizer.model_max_length == 1024
     assert tokenizer.chat_template == chat_format.BUILTIN_TEMPLATES["human-assistant"]
     rows = rows_of(tiny, "sft", "train")
     lengths = []
