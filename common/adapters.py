@@ -30,16 +30,19 @@ class Lora:
     lora_target_modules: list[str]
 
 
-def add(hf: nn.Module, lora: Lora, seed: int) -> None:
+def add(hf: nn.Module, lora: Lora, seed: int) -> str | None:
     """Puts adapters into a HF model, in place, and freezes everything else but a scalar head. Rank 0 does nothing.
 
     An adapter begins as no change: B is zero. A is drawn from a generator of its own, the same on all ranks.
 
+    Returns:
+        What is trained, for people; None for rank 0.
+
     Raises:
-        UserError: no layer of the model has such a name.
+        UserError: no layer of the model has one of the names.
     """
     if not lora.lora_r:
-        return
+        return None
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -60,6 +63,11 @@ def add(hf: nn.Module, lora: Lora, seed: int) -> None:
         _inject(hf, config)
     if is_scalar:
         hf.score.requires_grad_(True)
+    kinds = sorted({name.rpartition(".")[2] for name in _layers(hf)})
+    for name in names:
+        if name != "all-linear" and not any(layer.endswith(name) for layer in _layers(hf)):
+            raise UserError(f"--lora_target_modules {name}: no layer is called that; adapted were {', '.join(kinds)}")
+    return f"adapters of rank {lora.lora_r} in {', '.join(kinds)}" + ("; the scalar head is trained too" * is_scalar)
 
 
 def add_like(hf: nn.Module, other: nn.Module) -> None:

@@ -82,7 +82,8 @@ def main() -> None:
         )
         if text.fit(hf, zero3):
             log.say(f"embeddings: grown to {len(text.tokenizer)} rows, one for each token")
-        adapters.add(hf, cli.pick(adapters.Lora, args), args.seed)
+        if trained := adapters.add(hf, cli.pick(adapters.Lora, args), args.seed):
+            log.say(trained)
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)

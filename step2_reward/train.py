@@ -95,7 +95,8 @@ def main() -> None:
             seed=args.seed,
         )
         text.fit(model.hf, zero3)
-        adapters.add(model.hf, cli.pick(adapters.Lora, args), args.seed)
+        if trained := adapters.add(model.hf, cli.pick(adapters.Lora, args), args.seed):
+            log.say(trained)
         log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
         return model
 

@@ -232,13 +232,15 @@ def main() -> None:
 
     def actor_model(zero3):
         model = language_model(args.actor)(zero3)
-        adapters.add(model.hf, actor_lora, args.seed)
+        if adapted := adapters.add(model.hf, actor_lora, args.seed):
+            log.say(f"actor: {adapted}")
         return model
 
     def critic_model(zero3):
         model = scalar_model(args.critic, fresh_head_std=0.0)(zero3)
         text.fit(model.hf, zero3)
-        adapters.add(model.hf, critic_lora, args.seed)
+        if adapted := adapters.add(model.hf, critic_lora, args.seed):
+            log.say(f"critic: {adapted}")
         return model
 
     actor = engine.TrainedModel(

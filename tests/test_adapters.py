@@ -133,3 +133,14 @@ def test_a_layer_that_is_not_there_is_named(tmp_path):
     hf = models.load_causal_lm(save_llama(tmp_path / "base"))
     with pytest.raises(UserError, match=r"--lora_target_modules: .*c_attn"):
         adapters.add(hf, Lora(2, 4, 0.0, ["c_attn"]), 0)
+    hf = models.load_causal_lm(tmp_path / "base")
+    with pytest.raises(UserError, match="--lora_target_modules c_attn: no layer is called that; adapted were q_proj"):
+        adapters.add(hf, Lora(2, 4, 0.0, ["q_proj", "c_attn"]), 0)
+
+
+def test_what_is_trained_is_said(tmp_path):
+    hf = models.load_scalar_model(save_reward(tmp_path / "reward"))[0].hf
+    said = adapters.add(hf, Lora(2, 4, 0.0, ["q_proj", "v_proj"]), 0)
+    assert said == "adapters of rank 2 in q_proj, v_proj; the scalar head is trained too"
+    trained = {name.split(".")[-4] if "lora" in name else name for name, p in hf.named_parameters() if p.requires_grad}
+    assert trained == {"q_proj", "v_proj", "score.weight"}
