@@ -84,15 +84,14 @@ def find_runs(out: Path, chapters: list[Chapter], problems: list[str]) -> list[R
 
 def read_run(folder: Path, chapters: list[Chapter], problems: list[str]) -> Run:
     """One stage. Its chapter is the one that explains most of its metrics."""
-    files = [
-        read_lines(folder / f"{name}.jsonl", {"step": int}, problems) for name in ("metrics", "timings", "samples")
-    ]
+    names = ("metrics", "timings", "samples")
+    metrics, *others = (read_lines(folder / f"{name}.jsonl", {"step": int}, problems) for name in names)
     record = read_json(folder / "stage.json", problems)
     record = record or read_json(folder / "actor" / "stage.json", problems)  # step 3 leaves two models
-    names = {name for row in files[0] for name in row}
-    known = {chapter: sum(chapter.find(name) is not None for name in names) for chapter in chapters}
+    logged = {name for row in metrics for name in row}
+    known = {chapter: sum(chapter.find(name) is not None for name in logged) for chapter in chapters}
     chapter = max(known, key=known.get) if any(known.values()) else None
-    return Run(folder.resolve().name, folder, *files, record, chapter)
+    return Run(folder.resolve().name, folder, metrics, *others, record, chapter)
 
 
 def read_evaluation(out: Path, problems: list[str]) -> Evaluation | None:

@@ -15,9 +15,8 @@ def verdict(runs: list[Run], evaluation: Evaluation | None, shuffled: bool) -> t
         level, headline, sentences = judged(evaluation)
     else:
         level, headline = "unclear", "Not judged yet."
-        sentences = [
-            (level, "", "What training says of itself is below. Whether answers got better, a judge can tell.")
-        ]
+        text = "Below is what training says of itself. Whether answers got better, only a judge can tell."
+        sentences = [(level, "", text)]
     if shuffled:
         text = "A coin decided which answers are preferred, on purpose. This run should not learn."
         sentences.insert(0, ("plain", "Negative control", text))
@@ -27,28 +26,23 @@ def verdict(runs: list[Run], evaluation: Evaluation | None, shuffled: bool) -> t
 def judged(evaluation: Evaluation) -> tuple[str, str, list[Sentence]]:
     """The last model against the first one."""
     model, difference = list(evaluation.differences.items())[-1]
-    before, after = next(iter(evaluation.models.values())), evaluation.models.get(model, {})
-    if not difference.get("score_interval"):
+    first, last = next(iter(evaluation.models.values())), evaluation.models.get(model, {})
+    before, after, gain = first.get("score"), last.get("score"), difference.get("score")
+    low, high = difference.get("score_interval") or (None, None)
+    if not all(map(is_number, (before, after, gain, low, high))):
         return "unclear", "Cannot tell: the judge has no opinion.", []
-    gain, (low, high) = difference["score"], difference["score_interval"]
     level, headline = "unclear", "Cannot tell: the difference is within chance."
     if low > 0:
         level, headline = "good", "Yes. On unseen prompts its answers got better."
     if high < 0:
         level, headline = "bad", "No. On unseen prompts its answers got worse."
-    text = f"{evaluation.judge} gave {before['score']:.2f} before and {after['score']:.2f} after: {gain:+.2f}, "
-    text += f"with a 95% interval of {low:+.2f} to {high:+.2f}."
+    text = f"{evaluation.judge} gave {before:.2f} before and {after:.2f} after: {gain:+.2f}, "
+    said = [(level, f"{text}with a 95% interval of {low:+.2f} to {high:+.2f}.")]
     if level == "unclear":
-        text += " More --num_samples make the interval narrower."
-    said = [(level, text)]
-    rewards, distinct, ended = (
-        [before.get("reward"), after.get("reward")],
-        *map(after.get, ("distinct_responses", "eos_rate")),
-    )
-    if level == "bad" and all(map(is_number, rewards)) and rewards[1] > rewards[0]:
-        text = (
-            f"The reward model liked them more, {rewards[0]:.2f} before and {rewards[1]:.2f} after: over-optimisation."
-        )
+        said.append(("plain", "More --num_samples make the interval narrower."))
+    liked, likes, distinct, ended = first.get("reward"), *map(last.get, ("reward", "distinct_responses", "eos_rate"))
+    if level == "bad" and is_number(liked) and is_number(likes) and likes > liked:
+        text = f"The reward model liked them more, {liked:.2f} before and {likes:.2f} after: over-optimisation."
         said.append(("bad", f"{text} Raise --kl_coef, or train for fewer steps."))
     if is_number(distinct) and distinct < 0.3:
         said.append(("bad", f"Only {distinct:.0%} of the answers differ from one another: it has collapsed."))
