@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import small_models
+import small_tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
