@@ -286,9 +286,7 @@ def clock(out: Path, runs: list) -> list[dict]:
 
 def missing(out: Path, runs: list, evaluation, chapters: list) -> list[str]:
     """What a whole recipe would have left and is not there."""
-    found = [
-        f"{run.folder}: no stage.json that can be read: still running, or stopped" for run in runs if not run.record
-    ]
+    found = [f"{run.folder}: no readable stage.json: still running, or stopped" for run in runs if not run.record]
     if runs[0].folder == out:
         return found
     absent = [chapter.title for chapter in chapters if chapter not in [run.chapter for run in runs]]
@@ -340,7 +338,7 @@ def render(page: dict) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),
         autoescape=True,
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.ChainableUndefined,  # a field that a file lacks stays blank
         finalize=lambda value: value if hasattr(value, "__html__") else printable("-" if value is None else value),
         trim_blocks=True,
         lstrip_blocks=True,

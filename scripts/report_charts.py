@@ -186,7 +186,7 @@ def _svg(figure: Figure, key: str) -> Markup:
     """The picture as an <svg> element, without ids, fonts, size and style sheet of its own."""
     file = io.StringIO()
     # The salt goes into the names of clip paths, which must differ between the pictures of one page.
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}):
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": ascii(key)}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg ") :]
