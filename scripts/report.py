@@ -325,6 +325,15 @@ def text_of(prompt) -> str:
     return prompt if rest <= 0 else f"{prompt[:LONGEST]} ... ({rest} more characters)"
 
 
+def breakable(text):
+    """A path or a name that a narrow column may break at its slashes and underscores."""
+    from markupsafe import Markup, escape
+
+    from common.metrics import printable
+
+    return Markup(re.sub("[/_]", r"\g<0><wbr>", escape(printable(text))))
+
+
 def render(page: dict) -> str:
     """The page, from report.html. What comes from files is made harmless here, in one place.
 
@@ -343,7 +352,8 @@ def render(page: dict) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "text": text_of, "seconds": format_seconds, "anchor": anchor}
+    environment.filters |= {"number": number, "text": text_of, "breakable": breakable}
+    environment.filters |= {"seconds": format_seconds, "anchor": anchor}
     html = environment.get_template("report.html").render(page)
     script = re.search(r"<script>(.*?)</script>", html, re.S)[1]  # the page's own stands before all text from files
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

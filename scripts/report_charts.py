@@ -7,6 +7,7 @@ light and dark, prints, and needs no script. Words that come from files stay out
 import io
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -62,7 +63,7 @@ def curve(
     low_high: Sequence[Sequence[float]] = (),
     references: Sequence[Sequence[float]] = (),
 ) -> Chart:
-    """A learning curve. A noisy one is drawn pale under its running mean, one that falls far on a logarithmic scale.
+    """A learning curve: a noisy one pale, under its running mean; one that falls far and soon on a logarithmic scale.
 
     Args:
         key: tells this picture from the others of the page.
@@ -81,9 +82,9 @@ def curve(
     marker = {"marker": "o", "markersize": 4} if len(x) == 1 else {}
     axes.plot(x, y, color=COLOURS[0], linewidth=1 if noisy else 1.6, alpha=0.35 if noisy else 1, **marker)
     axes.plot(list(held_out), list(held_out.values()), "o-", color=COLOURS[1], markersize=3.5, linewidth=1)
-    low, high = min(y), max(y)
-    # A loss or an error that has fallen far: on a linear scale all but the start would lie on the floor.
-    is_log = low > 0 and high > 12 * low and y[0] > 3 * y[-1] and not low_high
+    low, half, high = min(y), statistics.median(y), max(y)
+    # A loss or an error that fell far and soon: on a linear scale all but the start would lie on the floor.
+    is_log = low > 0 and high > 12 * low and half < high / 4 and y[0] > 3 * y[-1] and not low_high
     if is_log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
