@@ -331,7 +331,7 @@ def breakable(text):
 
     from common.metrics import printable
 
-    return Markup(re.sub("[/_]", r"\g<0><wbr>", escape(printable(text))))
+    return Markup(re.sub("[/_]", r"\g<0><wbr>", str(escape(printable(text)))))
 
 
 def render(page: dict) -> str:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 WIDTH, HEIGHT = 3.9, 2.0  # inches; the page scales a picture to the width of its card
-BOX = (0.125, 0.14, 0.855, 0.81)  # of the axes in the picture: left, bottom, width, height
+BOX = (0.14, 0.14, 0.84, 0.81)  # of the axes in the picture: left, bottom, width, height
 # Colours that nobody would choose, each replaced by a variable of the page.
 VARIABLES = {f"#0102{i:02x}": f"var(--{name})" for i, name in enumerate(("ink", "grid", "c1", "c2", "c3", "c4"))}
 INK, GRID, *COLOURS = VARIABLES
@@ -39,6 +39,7 @@ STYLE = {
     "ytick.labelcolor": INK,
     "xtick.bottom": False,
     "ytick.left": False,
+    "ytick.major.pad": 3,
     "font.size": 8,
 }
 
@@ -89,7 +90,7 @@ def curve(
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(_plain)
+        axes.yaxis.set_major_formatter(_label)
     _step_axis(axes, x)
     nearest = {min(x, key=lambda step: abs(step - wanted)): value for wanted, value in held_out.items()}
     series = {"": _short(y)} | ({"held out": _short([nearest.get(step) for step in x])} if held_out else {})
@@ -152,7 +153,12 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 # ---- matplotlib
 
-_plain = FuncFormatter(lambda value, _: f"{value:.4g}")
+
+def _label(value: float, _position=None) -> str:
+    """Seven characters at most beside the axis: 0.25, 1.00025, 7.5e-4."""
+    if 0 < abs(value) < 1e-3:
+        return re.sub(r"\.?0*e-0?", "e-", f"{value:.2e}")
+    return f"{value:.6g}"
 
 
 def _axes():
@@ -162,7 +168,7 @@ def _axes():
     axes.margins(y=0.08)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
-        axis.set_major_formatter(_plain)
+        axis.set_major_formatter(_label)
     return figure, axes
 
 

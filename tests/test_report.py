@@ -405,9 +405,19 @@ def test_a_curve_is_where_its_numbers_are():
     assert chart.series == {"": [0.0, 1.0, 4.0], "held out": [None, None, 2.0]} and not chart.is_log
 
 
-def test_labels_keep_their_digits():
-    chart = report_charts.curve("x", [1, 2], [0.001, 0.016], held_out={})
-    assert {"0.004", "0.008", "0.016"} <= set(re.findall(r">([\d.]+)</text>", chart.svg))
+@pytest.mark.parametrize(
+    "values, labels",
+    [
+        ([0.001, 0.016], {"0.004", "0.008", "0.016"}),
+        ([0.999, 1.001], {"0.9995", "1", "1.0005"}),
+        ([0.0, 0.001], {"2.5e-4", "5e-4", "7.5e-4", "0.001"}),
+        ([0.0, 1.3e-5], {"0", "4e-6", "1.2e-5"}),
+        ([0.0, 1.3e-10], {"4e-11", "1.2e-10"}),
+    ],
+)
+def test_labels_keep_their_digits(values, labels):
+    chart = report_charts.curve("x", [1, 2], values, held_out={})
+    assert labels <= set(re.findall(r">(?:<!--.*?-->)?([^<>]+)</text>", chart.svg.replace("\u2212", "-")))
 
 
 @pytest.mark.parametrize(
