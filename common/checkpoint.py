@@ -253,7 +253,7 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     """Writes a file so that a reader, or a crash, sees the old content or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
     os.replace(temporary, path)
     fsync(path.parent)

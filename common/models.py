@@ -112,6 +112,7 @@ def load_causal_lm(
     zero3: dict | None = None,
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    quantization_config=None,
 ):
     """A plain HF causal language model with dropout off, in eval mode.
 
@@ -119,18 +120,22 @@ def load_causal_lm(
         dtype: "fp32", "bf16" or "fp16".
         zero3: a DeepSpeed configuration of stage 3: each weight is then sharded as it is read (`zero.Init`), and the
             model must go into an engine of that configuration.
+        quantization_config: of transformers, for a model that only answers; weights go to `device` as they are read.
 
     Raises:
         UserError: not a causal language model, or weights are missing from the folder.
     """
     from transformers import AutoModelForCausalLM
 
-    model, info = _from_pretrained(AutoModelForCausalLM, path, dtype, zero3, attn_implementation, trust_remote_code)
+    quantised = {"quantization_config": quantization_config, "device_map": {"": device}} if quantization_config else {}
+    model, info = _from_pretrained(
+        AutoModelForCausalLM, path, dtype, zero3, attn_implementation, trust_remote_code, **quantised
+    )
     if info["missing_keys"]:
         raise UserError(
             f"{path} lacks weights of a causal language model: {_few(info['missing_keys'])}; is it a reward model?"
         )
-    return _ready(model, device, zero3)
+    return _ready(model, None if quantised else device, zero3)
 
 
 def load_scalar_model(
@@ -331,7 +336,7 @@ def _sharded_init(zero3: dict | None):
 def _ready(model: nn.Module, device, zero3: dict | None) -> nn.Module:
     disable_dropout(model)
     model.eval()
-    return model if zero3 else model.to(device)
+    return model if zero3 or device is None else model.to(device)
 
 
 @torch.no_grad()

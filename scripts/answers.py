@@ -21,7 +21,7 @@ class Answerer:
     def __init__(self, path, dtype: str, device, chat_template: str | None = None, **load_flags):
         self.path, self.device = path, device
         self.tokenizer = models.load_tokenizer(path, load_flags.get("trust_remote_code", False))
-        chat_format.ensure_template(self.tokenizer, chat_template)
+        self.template = chat_format.ensure_template(self.tokenizer, chat_template)  # in words
         self.hf = models.load_causal_lm(path, dtype, device=device, **load_flags)
         self.stop_ids = chat_format.stop_ids(self.tokenizer, self.hf.generation_config.eos_token_id)
 
@@ -30,16 +30,10 @@ class Answerer:
     ) -> list[dict]:
         """One answer to `prompts[row]` for each entry of `rows`.
 
-        The noise depends on (seed, step, position in `rows`) only, so every model draws with the same. `sampling` holds
-        max_new_tokens, temperature (0: greedy), top_p, top_k and seed.
+        The noise depends on (seed, step, position in `rows`) only, so every model draws with the same. `sampling`: see
+        `params`.
         """
-        pad = self.tokenizer.pad_token_id
-        params = SamplingParams(
-            **sampling | {"temperature": sampling["temperature"] or 1.0},
-            stop_ids=self.stop_ids,
-            pad_id=self.stop_ids[0] if pad is None else pad,
-            greedy=sampling["temperature"] == 0,
-        )
+        params = self.params(**sampling)
         ids = {row: chat_format.encode_prompt(self.tokenizer, prompts[row]) for row in set(rows)}
         rollout = generate(self.hf, [ids[row] for row in rows], params, step=step, batch_size=batch_size)
         answers = []
@@ -59,6 +53,17 @@ class Answerer:
                 }
             )
         return answers
+
+    def params(self, *, temperature: float, **sampling) -> SamplingParams:
+        """How this model samples and stops. `sampling`: max_new_tokens, top_p, top_k, seed; temperature 0: greedy."""
+        pad = self.tokenizer.pad_token_id
+        return SamplingParams(
+            **sampling,
+            temperature=temperature or 1.0,
+            stop_ids=self.stop_ids,
+            pad_id=self.stop_ids[0] if pad is None else pad,
+            greedy=temperature == 0,
+        )
 
     @torch.no_grad()
     def logprobs(self, answers: list[dict], temperature: float, batch_size: int) -> list[float]:

@@ -1,155 +1,248 @@
-"""Talk to a model in the terminal: the template and stop rules of training, words as they come.
+"""Talk to a model in the terminal, or to two at once: training's template, stop rules and sampler, words as they come.
 
     python scripts/chat.py --model models/rlhf/actor
+    python scripts/chat.py --compare models/sft models/rlhf/actor --reward models/reward
+    echo "Is chess hard to learn?" | python scripts/chat.py --model models/sft --temperature 0
 
-Reads   an HF causal-LM folder. Writes nothing.
+Reads   HF causal-LM folders; with --reward a reward-model folder. Writes nothing, but for /save
 
-/reset forgets the conversation, /quit (or Ctrl-D) ends, Ctrl-C cuts an answer short. What is shown is what the model
-said: an answer stopped by the length limit is marked as such, and turns that no longer fit are dropped with a notice.
+Compared models answer every question with the same sampling noise, each with its own answers in its memory. What is
+shown is what the model said: an answer cut by the length limit is marked, and whole turns that no longer fit, the
+oldest first, are forgotten with a notice. Ctrl-C cuts an answer short, Ctrl-D ends. The commands are:
+
+    /help         this list
+    /reset        forget the conversation
+    /save FILE    add the conversation to FILE as a line of json for each model; step 0 reads it as SFT data
+    /quit         end
 """
 
 import contextlib
+import dataclasses
+import importlib.util
+import os
+import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli
+from common.errors import UserError
+
+COMMANDS = __doc__[__doc__.index("    /help") :].rstrip()
 
 
 def parse_args(argv=None):
     parser = cli.Parser(description=__doc__)
     flag = parser.add_argument_group("chat").add_argument
-    flag("--model", required=True, metavar="DIR", help="causal-LM folder")
-    flag("--system", default=None, help="a system message, put first")
-    flag("--max_completion_length", type=cli.positive, default=256, help="tokens an answer may have")
-    flag("--temperature", type=float, default=1.0, help="1: as trained; 0: always the likeliest token")
+    flag("--model", default=None, metavar="DIR", help="causal-LM folder")
+    flag("--compare", nargs=2, default=None, metavar="DIR", help="two of them, in place of --model")
+    flag("--reward", default=None, metavar="DIR", help="reward-model folder: shows its score of each answer")
+    flag("--system", default=None, metavar="TEXT", help="a system message, put first")
+    flag = parser.add_argument_group("sampling").add_argument
+    flag("--max_completion_length", type=cli.positive, default=256, help="tokens of an answer, the stop token included")
+    flag("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy")
     flag("--top_p", type=float, default=1.0, help="smallest set of tokens with this probability; 1: off")
     flag("--top_k", type=cli.natural, default=0, help="the likeliest K tokens; 0: off")
-    flag("--seed", type=int, default=None, help="default: another one each time")
+    flag("--seed", type=int, default=None, help="of the sampling noise; default: another one each time, shown")
+    flag = parser.add_argument_group("loading").add_argument
     flag("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 where the GPU has it")
+    flag("--load_in_4bit", action="store_true", help="weights in 4 bits (CUDA and the package bitsandbytes)")
     cli.add_model_flags(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if (args.model is None) == (args.compare is None):
+        parser.error("wanted either --model DIR or --compare DIR DIR")
+    return args
+
+
+@dataclasses.dataclass
+class Speaker:
+    """A model, what it is called on the screen, and the conversation as it remembers it."""
+
+    name: str
+    model: object  # scripts.answers.Answerer
+    turns: list[dict]
 
 
 def main(argv=None) -> None:
     args = parse_args(argv)
     from common import checkpoint
 
-    checkpoint.require_stage(args.model, "--model", ("rlhf-actor", "sft", "dpo", "base"))
+    # 1. What can be wrong is found out before anything large is loaded.
+    paths, flag = (args.compare, "--compare") if args.compare else ([args.model], "--model")
+    for path in paths:
+        checkpoint.require_stage(path, flag, ("rlhf-actor", "sft", "dpo", "base"))
+    if args.reward:
+        checkpoint.require_stage(args.reward, "--reward", ("reward",))
     import torch
 
-    from common import chat_format, models
+    from common import models
+    from scripts.answers import Answerer, RewardModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, _ = models.choose_dtype(args.dtype, device)
-    tokenizer = models.load_tokenizer(args.model, args.trust_remote_code)
-    template = chat_format.ensure_template(tokenizer, args.chat_template)
-    load = {"attn_implementation": args.attn_implementation, "trust_remote_code": args.trust_remote_code}
-    model = models.load_causal_lm(args.model, dtype, device=device, **load)
-    if args.seed is not None:
-        torch.manual_seed(args.seed)
+    quantised = {"quantization_config": four_bit(device, models.DTYPES[dtype])} if args.load_in_4bit else {}
+
+    # 2. Models.
+    load = {name: getattr(args, name) for name in ("chat_template", "attn_implementation", "trust_remote_code")}
+    load |= {"dtype": dtype, "device": device}
+    speakers = [Speaker(path if args.compare else "model", Answerer(path, **load, **quantised), []) for path in paths]
+    reward = RewardModel(args.reward, **load) if args.reward else None
+
+    # 3. Talk.
+    seed = random.randrange(2**31) if args.seed is None else args.seed
+    for path, speaker in zip(paths, speakers, strict=True):
+        print(f"{path}: {speaker.model.template}")
+    print(f"{dtype} on {device.type}, seed {seed}. /help lists the commands, /quit ends.")
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+    sampling |= {"max_new_tokens": args.max_completion_length, "seed": seed}
+    for number, question in enumerate(questions(speakers, opening)):
+        for speaker in speakers:
+            ask(speaker, opening, question, speaker.model.params(**sampling), number, reward)
+
+
+def four_bit(device, compute_dtype):
+    """How transformers is to quantise; the weights are placed on the GPU as they are read."""
+    found = importlib.util.find_spec("bitsandbytes") is not None
+    if device.type != "cuda" or not found:
+        gpu = "one is here" if device.type == "cuda" else "none was found"
+        package = "it is installed" if found else "pip install bitsandbytes"
+        raise UserError(
+            f"--load_in_4bit needs a CUDA GPU ({gpu}) and the package bitsandbytes ({package}); or leave it out"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
+
+
+# ---- the person's side
+
+
+def questions(speakers: list[Speaker], opening: list[dict]) -> Iterator[str]:
+    """What is typed, line by line; commands are carried out here."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  line editing and history in input()
-
-    print(f"{args.model}, {template}. /reset forgets the conversation, /quit ends.")
-    opening = [{"role": "system", "content": args.system}] if args.system else []
-    turns: list[dict] = []
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # a tokenizer takes no half characters
     while True:
         try:
             said = input("\nyou: ").strip()
         except EOFError:
             print()
             return
-        if said == "/quit":
+        if not sys.stdin.isatty():
+            print(said)  # from a pipe: nobody has seen it yet
+        command, _, rest = said.partition(" ")
+        if command == "/quit":
             return
-        if said == "/reset":
-            turns = []
-            print("(forgotten)")
+        if command == "/help":
+            print(COMMANDS)
+        elif command == "/reset":
+            for speaker in speakers:
+                speaker.turns = []
+            note("forgotten")
+        elif command == "/save":
+            save(rest.strip(), speakers, opening)
+        elif said.startswith("/"):
+            note(f"no command {command}; /help lists them")
         elif said:
-            turns.append({"role": "user", "content": said})
-            answer = reply(model, tokenizer, opening, turns, args)
-            if answer is None:
-                turns.pop()
-            else:
-                turns.append({"role": "assistant", "content": answer})
+            yield said
 
 
-class Printer:
-    """What `generate` calls a streamer: prints text as it becomes certain, control bytes made visible, and keeps it.
+def save(file: str, speakers: list[Speaker], opening: list[dict]) -> None:
+    from common.metrics import json_line
 
-    transformers' own loses characters where the bytes of one are spread over several tokens.
-    """
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.ids, self.text, self.seen_prompt = tokenizer, [], "", False
-
-    def put(self, ids) -> None:
-        if not self.seen_prompt:
-            self.seen_prompt = True
-            return
-        self.ids += ids.flatten().tolist()
-        text = self._decoded()
-        if not text.endswith("\ufffd"):  # that may be the beginning of a character
-            self._print(text)
-
-    def end(self) -> None:
-        self._print(self._decoded())
-
-    def _decoded(self) -> str:
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        return text.removeprefix(" ")  # the space after "Assistant:" is the template's
-
-    def _print(self, text: str) -> None:
-        from common.metrics import printable
-
-        print(printable(text[len(self.text) :]), end="", flush=True)
-        self.text = text
+    talked = [speaker for speaker in speakers if speaker.turns]
+    if not file or not talked:
+        note("wanted /save FILE" if not file else "nothing to save yet")
+        return
+    lines = [json_line({"messages": opening + s.turns, "model": str(s.model.path)}) for s in talked]
+    try:
+        with open(file, "a", encoding="utf-8") as out:
+            out.writelines(lines)
+        note(f"added to {file}")
+    except OSError as error:
+        note(f"not saved: {file}: {error.strerror}")
 
 
-def reply(model, tokenizer, opening: list[dict], turns: list[dict], args) -> str | None:
-    """Prints an answer as it is sampled and returns it; None if the question alone is too long. Shortens `turns`."""
-    import torch
-    from transformers import GenerationConfig
+# ---- the model's side
 
+
+def ask(speaker: Speaker, opening: list[dict], question: str, params, number: int, reward) -> None:
+    """Prints the answer as it is sampled, and remembers question and answer."""
     from common import chat_format
 
-    room = getattr(model.config, "max_position_embeddings", 1 << 30) - args.max_completion_length
-    prompt = chat_format.encode_prompt(tokenizer, opening + turns)
-    dropped = 0
-    while len(prompt) > room and len(turns) > 2:
-        del turns[:2]  # the oldest question and its answer
-        dropped += 1
-        prompt = chat_format.encode_prompt(tokenizer, opening + turns)
-    if len(prompt) > room:
-        limit = f"{len(prompt)} tokens, and {room} are left beside --max_completion_length {args.max_completion_length}"
-        print(f"(too long: {limit})")
-        return None
-    if dropped:
-        print(f"(the oldest {dropped} turn{'s' * (dropped > 1)} no longer fit and are forgotten)")
-
-    stop_ids = chat_format.stop_ids(tokenizer, model.generation_config.eos_token_id)
-    sampling = {"do_sample": False}
-    if args.temperature > 0:
-        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    config = GenerationConfig(
-        max_new_tokens=args.max_completion_length,
-        eos_token_id=list(stop_ids),
-        pad_token_id=stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        **sampling,
-    )
-    ids = torch.tensor([prompt], device=model.device)
-    printer = Printer(tokenizer)
-    print("model: ", end="", flush=True)
+    asked = opening + speaker.turns + [{"role": "user", "content": question}]
+    tokenizer, config = speaker.model.tokenizer, speaker.model.hf.config.get_text_config()
+    room = getattr(config, "max_position_embeddings", 1 << 30) - params.max_new_tokens
     try:
+        fitted = chat_format.fit_prompt(tokenizer, asked, room)
+    except chat_format.RowError as error:
+        note(f"not asked: {error}")
+        return
+    if fitted is None:
+        note(f"too long: beside --max_completion_length {params.max_new_tokens} a question has room for {room} tokens")
+        return
+    prompt_ids, prompt = fitted
+    if dropped := (len(asked) - len(prompt)) // 2:
+        note(f"the oldest {dropped} turn{'s' * (dropped > 1)} no longer fit and are forgotten")
+    print(styled(f"{speaker.name}: ", "1"), end="", flush=True)
+    text, ids = stream(speaker.model, prompt_ids, params, number)
+    truncated = not ids or ids[-1] not in params.stop_ids
+    remarks = [f"cut after {len(ids)} tokens"] * truncated
+    if reward:
+        answer = {"prompt": prompt, "prompt_ids": prompt_ids, "response": text, "ids": ids, "truncated": truncated}
+        remarks.append(f"reward {reward([answer])[0]:+.2f}")
+    print(styled(" (" + ", ".join(remarks) + ")", "2") if remarks else "")
+    speaker.turns = [*prompt[len(opening) :], {"role": "assistant", "content": text}]
+
+
+def stream(model, prompt_ids: list[int], params, number: int) -> tuple[str, list[int]]:
+    """Samples an answer and prints it as far as its text is certain; its text and ids. Ctrl-C cuts it short."""
+    from common.chat_format import decode_answer
+    from common.metrics import printable
+
+    ids, shown = [], ""
+    with contextlib.suppress(KeyboardInterrupt):
+        for token in sampled_tokens(model.hf, prompt_ids, params, number):
+            ids.append(token)
+            text = decode_answer(model.tokenizer, ids)
+            if not text.endswith("\ufffd"):  # that may be the beginning of a character
+                print(printable(text[len(shown) :]), end="", flush=True)
+                shown = text
+    text = decode_answer(model.tokenizer, ids)
+    print(printable(text[len(shown) :]), end="")
+    return text, ids
+
+
+def sampled_tokens(hf, prompt_ids: list[int], params, number: int) -> Iterator[int]:
+    """The tokens that `common.generation.generate` samples at step `number` for row 0, one by one as they are drawn."""
+    import torch
+    from transformers import DynamicCache
+
+    from common.generation import choose, uniform_noise
+
+    noise = uniform_noise(params.seed, number, [0], params.max_new_tokens).to(hf.device)
+    ids, cache = torch.tensor([prompt_ids], device=hf.device), DynamicCache(config=hf.config)
+    for t in range(params.max_new_tokens):
         with torch.no_grad():
-            whole = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=printer)
-    except KeyboardInterrupt:
-        printer.end()
-        print(" (stopped)")
-        return printer.text
-    print("" if int(whole[0, -1]) in stop_ids else f" (cut after {args.max_completion_length} tokens)")
-    return printer.text
+            logits = hf(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+        token, _ = choose(logits[:, -1], noise[:, t], params)
+        yield int(token)
+        if int(token) in params.stop_ids:
+            return
+        ids = token[:, None]
+
+
+def note(text: str) -> None:
+    print(styled(f"({text})", "2"))
+
+
+def styled(text: str, code: str) -> str:
+    """Bold (1) or dim (2) on a terminal, plain elsewhere."""
+    return f"\x1b[{code}m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 if __name__ == "__main__":

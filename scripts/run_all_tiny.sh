@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole pipeline on a laptop: data, SFT, reward model, PPO, and whether it helped. No GPU, no hub, no account.
 #
-#   bash scripts/run_all_tiny.sh                   sets up .venv, runs everything, ends with a table
+#   bash scripts/run_all_tiny.sh                   sets up .venv, runs everything, ends with a table and a page
 #   SEED=2 OUT=out/tiny-2 bash scripts/run_all_tiny.sh
 #
 #   SEED                  of data, models and sampling (1)
@@ -81,5 +81,9 @@ stage evaluation "$out/evaluation.json" python scripts/evaluate.py \
     --max_completion_length 40 --seed "$seed" --output "$out/evaluation.json"
 
 python scripts/tiny_summary.py --out "$out"
+
+# A page to look at, last. The run is good without it: what goes wrong here is said, and fails nothing.
+echo
+python scripts/report.py "$out" || echo "no report page (see above); again with: python scripts/report.py $out" >&2
 }
 main

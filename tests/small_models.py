@@ -3,8 +3,17 @@
 from pathlib import Path
 
 import torch
-from small_tokenizers import gpt2_like, qwen_like
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from small_tokenizers import characters, gpt2_like, qwen_like
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from common.chat_format import BUILTIN_TEMPLATES
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -52,3 +61,31 @@ def save_gpt2(folder: Path, seed: int = 0) -> Path:
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_talkers(root: Path) -> Path:
+    """Folders `a` and `b`, Llamas that speak in single characters and end now and then, and `rm`, a reward model."""
+    tokenizer = characters()
+    tokenizer.chat_template = BUILTIN_TEMPLATES["human-assistant"]
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=160,
+        initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+    )
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        model.lm_head.weight.data[tokenizer.eos_token_id] *= 2  # ends often enough to be seen
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    torch.manual_seed(2)
+    AutoModelForSequenceClassification.from_pretrained(root / "a", num_labels=1).save_pretrained(root / "rm")
+    tokenizer.save_pretrained(root / "rm")
+    return root

@@ -24,7 +24,7 @@ STEPS = {
     "step3_rlhf/README.md": "step3_rlhf.train",
 }
 PAGES = ["README.md", "step0_data/README.md", *STEPS]
-TOOLS = ["scripts.evaluate", "scripts.chat", "scripts.benchmark", "scripts.tiny_summary"]
+TOOLS = ["scripts.evaluate", "scripts.chat", "scripts.report", "scripts.benchmark", "scripts.tiny_summary"]
 ENTRY_SCRIPTS = ["step0_data.prepare", *STEPS.values(), *TOOLS]
 LAUNCHERS = ("python", "deepspeed", "torchrun")
 # Flags of programs that are not ours.
@@ -210,7 +210,6 @@ def test_what_the_readme_says_is_not_there_is_not_there():
         assert words in said
     flags = set().union(*map(flags_of, ENTRY_SCRIPTS))
     assert not flags & {
-        "--load_in_4bit",
         "--ptx_coef",
         "--algorithm",
         "--preset",

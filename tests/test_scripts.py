@@ -1,4 +1,4 @@
-"""The scripts around the stages: set-up, stage runner, recipe, evaluation, summary, chat."""
+"""The scripts around the stages: set-up, stage runner, recipe, evaluation, summary."""
 
 import json
 import math
@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import small_tokenizers
+import small_models
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.chat_format import BUILTIN_TEMPLATES, encode_conversation, encode_prompt
+from common.chat_format import encode_conversation, encode_prompt
 from common.errors import UserError
-from common.metrics import printable, read_jsonl
-from scripts import answers, chat, evaluate, tiny_summary
+from common.metrics import read_jsonl
+from scripts import answers, evaluate, tiny_summary
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELL = sorted([*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"])
@@ -236,6 +236,20 @@ def test_the_recipe_calls_the_stages_in_order_with_seed_and_out(recipe, tmp_path
     assert "out/tiny/sft" in commands["sft"], "OUT inside the repository is shown relative to it"
 
 
+def test_the_report_comes_last_and_its_failure_fails_nothing(recipe, tmp_path):
+    root, run = recipe
+    log = root / "log"
+    assert run(OUT=str(tmp_path / "o"))[0].returncode == 0
+    last = log.read_text().split("\n\0")[-2].split("\0")[:-1]
+    assert last == ["scripts/report.py", str(tmp_path / "o")]
+    python = root / ".venv" / "bin" / "python"
+    whole = python.read_text()
+    python.write_text(whole + '[[ $1 != scripts/report.py ]] || { echo "error: no chart" >&2; exit 2; }\n')
+    done = run(OUT=str(tmp_path / "o"))[0]
+    python.write_text(whole)
+    assert done.returncode == 0 and "error: no chart\nno report page" in done.stderr
+
+
 def test_the_recipe_refuses_to_mix_runs(recipe):
     root, run = recipe
     assert run(SEED="1", OUT=str(root / "mixed"))[0].returncode == 0
@@ -260,30 +274,7 @@ def test_every_flag_of_the_recipe_is_a_flag_of_its_stage(recipe, stage):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A folder with two random models `a` and `b`, a reward model `rm`, and prompts of uneven length."""
-    root = tmp_path_factory.mktemp("models")
-    tokenizer = small_tokenizers.characters()
-    tokenizer.chat_template = BUILTIN_TEMPLATES["human-assistant"]
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=160,
-        initializer_range=0.3,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-    )
-    for seed, name in enumerate("ab"):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        model.lm_head.weight.data[tokenizer.eos_token_id] *= 2  # ends often enough to be seen
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    torch.manual_seed(2)
-    AutoModelForSequenceClassification.from_pretrained(root / "a", num_labels=1).save_pretrained(root / "rm")
-    tokenizer.save_pretrained(root / "rm")
+    root = small_models.save_talkers(tmp_path_factory.mktemp("models"))
     words = ["Hi", "What is an apple pie?", "Is a bee unhappy?", "x" * 99]
     rows = [{"prompt": [{"role": "user", "content": text}], "wanted": len(text)} for text in words]
     pq.write_table(pa.Table.from_pylist(rows), root / "prompts.parquet")
@@ -423,29 +414,6 @@ def test_a_judge_may_abstain_but_not_miscount(models):
     assert entry["score"] is None and entry["score_interval"] is None
     with pytest.raises(UserError, match="0 scores for 20 answers"):
         evaluate.main(command(models, judge="short_list"))
-
-
-# ---- chat
-
-
-def test_chat_says_what_the_model_says_and_remembers(models, monkeypatch, capsys):
-    said = iter(["Hi", "", "And?", "/reset", "Hi", "y" * 200, "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    chat.main(["--model", str(models / "b"), "--temperature", "0", "--max_completion_length", "20"])
-    shown = capsys.readouterr().out
-    replies = [line.removeprefix("model: ") for line in shown.split("\n") if line.startswith("model: ")]
-    model = AutoModelForCausalLM.from_pretrained(models / "b")
-    tokenizer = small_tokenizers.characters()
-    tokenizer.chat_template = BUILTIN_TEMPLATES["human-assistant"]
-    ids = torch.tensor([encode_prompt(tokenizer, [{"role": "user", "content": "Hi"}])])
-    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    whole = whole[0, ids.shape[1] :]
-    text = tokenizer.decode(whole, skip_special_tokens=True).removeprefix(" ")
-    assert len(replies) == 3 and replies[0] == replies[2] != replies[1]
-    assert replies[0].startswith(printable(text).split("\n")[0])
-    assert ("(cut after 20 tokens)" in replies[0]) == (int(whole[-1]) != tokenizer.eos_token_id)
-    assert "(forgotten)" in shown and "(too long: " in shown
-    assert not any(ord(c) < 32 and c != "\n" for c in shown)
 
 
 # ---- the summary

@@ -1,0 +1,163 @@
+"""What the report reads: metrics, timings, samples and records of stages, evaluations, defaults of flags.
+
+Files may be missing, torn, damaged or still being written. What cannot be read is left out and said in `problems`.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+from scripts.report_glossary import Chapter
+
+
+@dataclass
+class Run:
+    """What one stage has written so far."""
+
+    name: str
+    folder: Path
+    metrics: list[dict]
+    timings: list[dict]
+    samples: list[dict]
+    record: dict | None  # stage.json: there once the stage has finished
+    chapter: Chapter | None  # the README that explains its metrics
+
+    @property
+    def title(self) -> str:
+        return self.chapter.title if self.chapter else self.name
+
+    @property
+    def steps(self) -> int:
+        return self.metrics[-1]["step"] if self.metrics else 0
+
+    def values(self, name: str) -> list[float]:
+        return points(self.metrics, name)[1]
+
+
+@dataclass
+class Evaluation:
+    """What scripts/evaluate.py wrote: by model its figures, its answers, and its difference to the first model."""
+
+    judge: str
+    models: dict[str, dict]
+    answers: dict[str, list[dict]]
+    differences: dict[str, dict]
+
+    def label(self, model: str) -> str:
+        """The end of a model's path that tells it from the others."""
+        try:
+            return os.path.relpath(model, os.path.commonpath(self.models)) if len(self.models) > 1 else model
+        except ValueError:  # some relative, some absolute
+            return model
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def points(rows: list[dict], *names: str) -> tuple[list, ...]:
+    """The steps at which all these are finite numbers, and the values of each."""
+    rows = [row for row in rows if all(is_number(row.get(name)) for name in names)]
+    return [row["step"] for row in rows], *([row[name] for row in rows] for name in names)
+
+
+def find_runs(out: Path, chapters: list[Chapter], problems: list[str]) -> list[Run]:
+    """The stages in a folder, in the order of the steps; a folder that is a stage itself is the only one.
+
+    Raises:
+        UserError: there is nothing to show.
+    """
+    if not out.is_dir():
+        raise UserError(f"{out}: no such folder; wanted the output folder of a recipe or of a stage")
+    folders = [out] if (out / "metrics.jsonl").exists() else sorted(file.parent for file in out.glob("*/metrics.jsonl"))
+    if not folders:
+        raise UserError(f"{out}: no metrics.jsonl in it or in its folders; wanted the folder of a run that has started")
+    runs = [read_run(folder, chapters, problems) for folder in folders]
+    return sorted(runs, key=lambda run: (chapters.index(run.chapter) if run.chapter else len(chapters), run.name))
+
+
+def read_run(folder: Path, chapters: list[Chapter], problems: list[str]) -> Run:
+    """One stage. Its chapter is the one that explains most of its metrics."""
+    names = ("metrics", "timings", "samples")
+    metrics, *others = (read_lines(folder / f"{name}.jsonl", {"step": int}, problems) for name in names)
+    record = read_json(folder / "stage.json", problems)
+    record = record or read_json(folder / "actor" / "stage.json", problems)  # step 3 leaves two models
+    logged = {name for row in metrics for name in row}
+    known = {chapter: sum(chapter.find(name) is not None for name in logged) for chapter in chapters}
+    chapter = max(known, key=known.get) if any(known.values()) else None
+    return Run(folder.resolve().name, folder, metrics, *others, record, chapter)
+
+
+def read_evaluation(out: Path, problems: list[str]) -> Evaluation | None:
+    """evaluation.json with its samples, if it is there."""
+    record = read_json(out / "evaluation.json", problems)
+    if record is None:
+        return None
+    try:
+        models = {entry["model"]: entry for entry in record["models"]}
+        differences = {entry["model"]: entry for entry in record["differences"]}
+        judge = str(record["judge"])
+    except (KeyError, TypeError) as error:
+        problems.append(f"{out / 'evaluation.json'} is not what scripts/evaluate.py writes: {error!r}")
+        return None
+    rows = read_lines(out / "evaluation.samples.jsonl", {"model": str, "response": str}, problems)
+    answers = {model: [row for row in rows if row["model"] == model] for model in models}
+    return Evaluation(judge, models, answers, differences)
+
+
+def read_lines(path: Path, wanted: dict[str, type], problems: list[str]) -> list[dict]:
+    """The complete lines that hold what is wanted."""
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror}")
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in wanted.items()):
+            rows.append(row)
+    if len(rows) < len(lines):
+        problems.append(f"{path}: {len(lines) - len(rows)} of {len(lines)} lines cannot be read and are left out")
+    if rest:
+        problems.append(f"{path}: the last line is torn, or being written, and is left out")
+    return rows
+
+
+def read_json(path: Path, problems: list[str]) -> dict | None:
+    """A file's dictionary; None if it is not there or not to be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        problems.append(f"{path} cannot be read: {' '.join(str(error).split())[:120]}")
+        return None
+    if not isinstance(content, dict):
+        problems.append(f"{path} holds a {type(content).__name__}, wanted names and values")
+        return None
+    return content
+
+
+def flags_of(script: Path) -> dict[str, tuple[str, str]]:
+    """Flag -> (its help, its default as text or ""), in the script's order, from what `--help` prints.
+
+    A report needs no more of the training code than its command line.
+    """
+    command = [sys.executable, str(script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "10000"})
+    found = {}
+    for entry in re.findall(r"^  (--.*?)(?=^  -|^\S|\Z)", done.stdout, re.M | re.S):
+        name, words = re.match(r"--(\w+)", entry)[1], re.split(r"\s{2,}", entry.strip(), maxsplit=1)[-1]
+        words, _, default = words.partition(" (default: ")
+        found[name] = (words, default.removesuffix(")"))
+    return found
