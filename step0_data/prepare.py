@@ -31,7 +31,7 @@ def parse_args(argv=None):
     group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or set it aside and count it")
     cli.add_switch(group, "--drop_duplicates", False, "set aside rows that repeat an earlier one; they are counted either way")
     group = parser.add_argument_group("who gets which row (files and hub; the tiny set has its own split)")
-    group.add_argument("--split", type=_shares, default="2,4,4", metavar="S,P,R", help="shares of sft, preference and prompts in the rows that can serve several")
+    group.add_argument("--split", type=cli.shares, default="2,4,4", metavar="S,P,R", help="shares of sft, preference and prompts in the rows that can serve several")
     group.add_argument("--stages", nargs="+", default=None, choices=formats.STAGES, help="feed only these stages; default: what each form of row feeds")
     group.add_argument("--eval_fraction", type=_fraction, default=0.05, help="share of prompts kept for evaluation, in every stage; not of sources with a test part of their own")
     group = parser.add_argument_group("run")
@@ -95,13 +95,6 @@ def main() -> None:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
     print(output.next_command(args.output_dir, output.counts(stages), is_tiny))
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    shares = tuple(float(part) for part in text.split(","))
-    if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not three shares of at least 0, such as 2,4,4")
-    return shares
 
 
 def _fraction(text: str) -> float:

@@ -37,7 +37,7 @@ def main() -> None:
     from common import checkpoint, data
 
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
-    files = data.locate_or_inherit(args.data, parent, "sft")
+    files = data.locate_or_inherit(args.data, parent, "sft", args.data_split)
 
     from common import chat_format, distributed, engine, models, runs, supervised
     from step1_sft.loss import sft_loss
@@ -45,7 +45,8 @@ def main() -> None:
     device = distributed.start(args.timeout_minutes, args.seed)
     dtype, why_dtype = models.choose_dtype(args.dtype, device)
     engine_options = cli.pick(engine.Engine, args, dtype=dtype)
-    engine.check(engine_options)
+    batches = cli.pick(supervised.Batches, args)
+    engine.check(engine_options, cli.pick(engine.Optim, args), batches.sizes())
 
     # 2. Text to tokens: the loss is on the assistant's turns only, each turn's end included.
     config = models.read_config(args.model_name_or_path, args.trust_remote_code)
@@ -59,7 +60,6 @@ def main() -> None:
         data.tokenise_sft(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else ([], None)
     )
 
-    batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
     folder, log = runs.start(cli.pick(runs.Reporting, args), "step 1 SFT", total_steps, notes)

@@ -42,7 +42,7 @@ def main() -> None:
     parent = checkpoint.require_stage(
         args.model_name_or_path, "--model", wanted=("sft", "base", "dpo", "rlhf-actor", "reward")
     )
-    files = data.locate_or_inherit(args.data, parent, "preference")
+    files = data.locate_or_inherit(args.data, parent, "preference", args.data_split)
 
     from common import chat_format, distributed, engine, models, runs, supervised
     from step2_reward.loss import pairwise_loss
@@ -50,7 +50,8 @@ def main() -> None:
     device = distributed.start(args.timeout_minutes, args.seed)
     dtype, why_dtype = models.choose_dtype(args.dtype, device)
     engine_options = cli.pick(engine.Engine, args, dtype=dtype)
-    engine.check(engine_options)
+    batches = cli.pick(supervised.Batches, args)
+    engine.check(engine_options, cli.pick(engine.Optim, args), batches.sizes())
 
     # 2. Text to tokens: prompt + answer + turn end, exactly what the actor will produce in step 3.
     config = models.read_config(args.model_name_or_path, args.trust_remote_code)
@@ -64,7 +65,6 @@ def main() -> None:
         data.tokenise_pairs(tokenizer, data.read_rows(files.eval), args.max_length) if files.eval else (train, None)
     )
 
-    batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), f"template: {template}; {pad_note}", f"precision {why_dtype}"]
     folder, log = runs.start(cli.pick(runs.Reporting, args), "step 2 reward model", total_steps, notes)

@@ -8,6 +8,8 @@ Run     deepspeed step3_rlhf/train.py --actor models/sft --critic models/reward
 Left out: pipeline and expert parallelism, resuming inside a run.
 """
 
+import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -74,15 +76,41 @@ def parse_args(argv=None):
 
     cli.add_optim_flags(parser, learning_rate=1e-6, lr_scheduler_type="linear")
     group.add_argument("--critic_learning_rate", type=float, default=5e-6, help="peak learning rate of the critic")
+    group.add_argument("--critic_weight_decay", type=float, default=None, help="default: --weight_decay")
     cli.add_engine_flags(parser)
     group = parser.add_argument_group("engines of the other roles")
     group.add_argument("--critic_zero_stage", type=int, default=None, choices=[0, 1, 2, 3], help="default: --zero_stage")
     group.add_argument("--frozen_zero_stage", type=int, default=0, choices=[0, 1, 2, 3], help="of reference and reward models; only 3 shards anything")
     group.add_argument("--offload_frozen", action="store_true", help="reference and reward weights in host memory (needs --frozen_zero_stage 3)")
     # fmt: on
-    args = parser.parse_args(argv)
+    args = parser.parse_args(over_all_ranks(parser, sys.argv[1:] if argv is None else argv))
     check(args)
     return args
+
+
+def over_all_ranks(parser: cli.Parser, words: list[str]) -> list[str]:
+    """A command line whose batch sizes, if they are DeepSpeed-Chat's, count over all ranks and not per device."""
+    given = {name: values for name, values, _ in cli.split_words(words)}
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ours, done = [], set()
+    for size, times, total in (
+        ("--per_device_generation_batch_size", "--generation_batches", "--rollout_batch_size"),
+        ("--per_device_training_batch_size", "--gradient_accumulation_steps", "--minibatch_size"),
+    ):
+        if size not in given:
+            continue  # the parser says what to do instead
+        if total in given:
+            parser.error(f"{size} and {total} say the same; keep one of them")
+        try:
+            per_device, rounds = (cli.positive(" ".join(given.get(name, ["1"]))) for name in (size, times))
+        except (ValueError, argparse.ArgumentTypeError):
+            parser.error(f"{size} and {times} are whole numbers of at least 1")
+        meaning = [total, str(per_device * rounds * ranks)]
+        parser.note(f"{size} {per_device} x {times} {rounds} x {ranks} rank(s) is {' '.join(meaning)} here")
+        micro = [] if total == "--rollout_batch_size" else ["--per_device_train_batch_size", str(per_device)]
+        ours += meaning + micro
+        done |= {size, times}
+    return ours + [word for name, _, typed in cli.split_words(words) if name not in done for word in typed]
 
 
 def check(args) -> None:
@@ -125,7 +153,7 @@ def main() -> None:
     for spec in reward_specs:
         if not is_function(spec):
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
-    files = data.locate_or_inherit(args.data, actor_stage, "prompts")
+    files = data.locate_or_inherit(args.data, actor_stage, "prompts", args.data_split)
 
     from common import chat_format, distributed, engine, generation, hybrid_engine, metrics, models, runs
     from step3_rlhf import rewards
@@ -136,8 +164,13 @@ def main() -> None:
     actor_engine = cli.pick(engine.Engine, args, dtype=dtype)
     critic_zero_stage = args.zero_stage if args.critic_zero_stage is None else args.critic_zero_stage
     critic_engine = cli.pick(engine.Engine, args, dtype=dtype, zero_stage=critic_zero_stage)
-    engine.check(actor_engine)
-    engine.check(critic_engine)
+    actor_optim = cli.pick(engine.Optim, args)
+    critic_decay = args.weight_decay if args.critic_weight_decay is None else args.critic_weight_decay
+    critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate, weight_decay=critic_decay)
+    flags = "--minibatch_size and --per_device_train_batch_size"
+    sizes = engine.batch_sizes(args.per_device_train_batch_size, args.minibatch_size, flags)
+    engine.check(actor_engine, actor_optim, sizes)
+    engine.check(critic_engine, critic_optim, sizes, "critic")
 
     # 2. Prompts to tokens: exactly what the actor is shown.
     config = models.read_config(args.actor, args.trust_remote_code)
@@ -204,7 +237,7 @@ def main() -> None:
     log.say(f"rollouts: {why_backend}")
     actor = engine.TrainedModel(
         language_model(args.actor),
-        cli.pick(engine.Optim, args),
+        actor_optim,
         actor_engine,
         optimizer_steps,
         device,
@@ -217,7 +250,6 @@ def main() -> None:
         models.set_special_tokens(model.hf, tokenizer, stop_ids)
         return model
 
-    critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate)
     critic = engine.TrainedModel(critic_model, critic_optim, critic_engine, optimizer_steps, device)
 
     def frozen(load):
