@@ -244,7 +244,8 @@ def _why(error: Exception, name: str) -> str:
         return f"the hub answers {status}; try again later, {by_hand}"
     if isinstance(error, errors.HTTPError):
         where = constants.ENDPOINT
-        return f"the hub at {where} cannot be reached ({said}); check the network and HF_ENDPOINT, {by_hand}"
+        cached = "set HF_HUB_OFFLINE=1 to take what its cache holds"
+        return f"the hub at {where} cannot be reached ({said}); check the network and HF_ENDPOINT, {cached}, {by_hand}"
     if isinstance(error, ValueError):  # no such split, no such configuration
         return f"the hub has it otherwise ({said}); write NAME[:CONFIG or FOLDER][@SPLIT]"
     return f"the hub cannot give it ({said}); try another of its parts, {by_hand}"

@@ -406,7 +406,7 @@ def test_a_hub_out_of_reach_is_told_in_one_line_and_leaves_nothing(tmp_path):
         assert code == 2 and left == [] and error.count("\n") == 1, (why, error)
         assert error.startswith(f"error: {name}: no such file or folder here, and the hub ") and by_hand in error
     assert f"the hub at {endpoint} cannot be reached" in found["refused"][1]
-    assert "check the network and HF_ENDPOINT" in found["refused"][1]
+    assert "check the network and HF_ENDPOINT, set HF_HUB_OFFLINE=1 to take what its cache" in found["refused"][1]
     assert "is switched off by HF_HUB_OFFLINE and its cache lacks it" in found["HF_HUB_OFFLINE"][1]
 
 
@@ -435,16 +435,20 @@ def test_a_configuration_comes_before_a_folder_of_its_name_and_at_names_a_split(
     for name in ("a", "b"):
         card += f"- config_name: {name}\n  data_files:\n"
         card += "".join(f"  - split: {part}\n    path: {name}-{part}.jsonl\n" for part in ("train", "test"))
-    wanted = {"some/set:a": ({"hi a train"}, {"hi a test"}), "some/set:b@test": ({"hi b test"}, set())}
+    a, b = ({"hi a train"}, {"hi a test"}), ({"hi b test"}, set())
+
+    def prepare_it(source: str, name: str, **changes) -> tuple[set, set]:
+        words = ["--dataset", source, "--eval_fraction", "0", "--output_dir", tmp_path / name]
+        command = [sys.executable, ROOT / "step0_data/prepare.py", *words]
+        env = environment(tmp_path, **changes)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return texts_of(tmp_path / name, "train"), texts_of(tmp_path / name, "eval")
+
     with small_hub.serve({"some/set": files | {"README.md": f"{card}---\n".encode()}}) as endpoint:
-        for number, (source, texts) in enumerate(wanted.items()):
-            out = tmp_path / str(number)
-            words = ["--dataset", source, "--eval_fraction", "0", "--output_dir", out]
-            command = [sys.executable, ROOT / "step0_data/prepare.py", *words]
-            env = environment(tmp_path, HF_ENDPOINT=endpoint)
-            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
-            assert done.returncode == 0, done.stderr
-            assert (texts_of(out, "train"), texts_of(out, "eval")) == texts
+        assert prepare_it("some/set:a", "first", HF_ENDPOINT=endpoint) == a
+        assert prepare_it("some/set:b@test", "second", HF_ENDPOINT=endpoint) == b
+    assert prepare_it("some/set:a", "third", HF_HUB_OFFLINE="1") == a, "from the hub's cache"
 
 
 def packed_plainly(question: str) -> bytes:
