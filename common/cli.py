@@ -1,4 +1,4 @@
-"""Command lines: the parser all entry scripts share, common flag groups, `--config`, and the names people bring along.
+"""Command lines: the parser all entry scripts share, common flag groups, `--config`.
 
 Imports nothing heavy, so `--help` and every usage error are instant.
 """
@@ -15,53 +15,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from common import names
 from common.errors import RunFailed, Stopped, UserError
-
-# Names typed from articles, courses and other trainers. A list of tokens stands for a flag with its value; an empty
-# list for a flag that has nothing left to do. The value is (ours, a remark for the terminal or None to stay quiet).
-QUIET = None
-ALIASES: dict[str, tuple[list[str], str | None]] = {
-    "--dataset_name": (["--data"], QUIET),
-    "--dataset": (["--data"], QUIET),
-    "--model": (["--model_name_or_path"], QUIET),
-    "--lr": (["--learning_rate"], QUIET),
-    "--actor_model": (["--actor"], QUIET),
-    "--critic_model": (["--critic"], QUIET),
-    "--reward_model": (["--reward"], QUIET),
-    "--ref_model": (["--ref"], QUIET),
-    "--reward_model_path": (["--reward"], "TRL's name"),
-    "--sft_model_path": (["--actor"], "TRL's name"),
-    "--response_length": (["--max_completion_length"], "TRL's name"),
-    "--cliprange_low": (["--cliprange"], QUIET),
-    "--init_kl_coef": (["--kl_coef"], "TRL's name"),
-    # DeepSpeed-Chat
-    "--data_path": (["--data"], "DeepSpeed-Chat's name"),
-    "--actor_model_name_or_path": (["--actor"], "DeepSpeed-Chat's name"),
-    "--critic_model_name_or_path": (["--critic"], "DeepSpeed-Chat's name"),
-    "--actor_learning_rate": (["--learning_rate"], "DeepSpeed-Chat's name"),
-    "--actor_weight_decay": (["--weight_decay"], "DeepSpeed-Chat's name"),
-    "--actor_zero_stage": (["--zero_stage"], "DeepSpeed-Chat's name"),
-    "--max_prompt_seq_len": (["--max_prompt_length"], "DeepSpeed-Chat's name"),
-    "--max_answer_seq_len": (["--max_completion_length"], "DeepSpeed-Chat's name"),
-    "--max_seq_len": (["--max_length"], "DeepSpeed-Chat's name"),
-    "--ppo_epochs": (["--num_ppo_epochs"], "DeepSpeed-Chat's name"),
-    "--unsup_coef": (["--ptx_coef"], "DeepSpeed-Chat's name"),
-    "--num_warmup_steps": (["--warmup_steps"], "DeepSpeed-Chat's name"),
-    "--offload": (["--offload_optimizer"], "DeepSpeed-Chat's name"),
-    "--offload_reference_model": (["--offload_frozen"], "DeepSpeed-Chat's name"),
-    "--actor_gradient_checkpointing": (["--gradient_checkpointing"], "DeepSpeed-Chat's name"),
-    "--critic_gradient_checkpointing": (["--gradient_checkpointing"], "DeepSpeed-Chat's name"),
-    "--enable_hybrid_engine": (["--rollout_backend", "hybrid"], "DeepSpeed-Chat's name"),
-    "--enable_tensorboard": (["--report_to", "tensorboard"], "DeepSpeed-Chat's name"),
-    "--lora_dim": (["--lora_r"], "DeepSpeed-Chat's name"),
-    "--actor_lora_dim": (["--lora_r"], "DeepSpeed-Chat's name"),
-    "--critic_lora_dim": (["--critic_lora_r"], "DeepSpeed-Chat's name"),
-    "--print_answers": (["--sample_steps", "1"], "DeepSpeed-Chat's name"),
-    "--per_device_training_batch_size": (["--per_device_train_batch_size"], "DeepSpeed-Chat's name"),
-}
 
 # Threads that wait sleep instead of spinning: ten times faster as soon as anything else wants the cores. Read by OpenMP
 # when torch is imported, which is after this file.
@@ -71,21 +29,6 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 # Launchers look after their processes once a second or oftener, and then end all when one has failed.
 _WAIT_FOR_RANK_0 = 4.0
-
-# Names that no flag of ours stands for: what to do instead.
-ELSEWHERE: dict[str, str] = {
-    "--data_split": "step 0 deals the rows out: python step0_data/prepare.py --split 2,4,4",
-    "--generation_batches": "--rollout_batch_size counts the responses of one RL step over all ranks",
-    "--per_device_generation_batch_size": "--rollout_batch_size counts the responses of one RL step over all ranks",
-    "--tensorboard_path": "curves are written to OUTPUT_DIR/tensorboard; --report_to says whether",
-    "--vf_coef": "the critic is a model of its own; --critic_learning_rate says how fast it learns",
-    "--unsup_coef": "no pretraining loss is mixed in",
-    "--enable_ema": "no moving average of the actor is kept; leave it out",
-    **dict.fromkeys(
-        ["--only_optimize_lora", "--lora_module_name"],
-        "with --lora_r only the adapters are trained; --lora_target_modules names the layers",
-    ),
-}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -99,16 +42,19 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with exact names, a nearest-name hint, `--config FILE` and the aliases above.
+    """argparse with exact names, a nearest-name hint, `--config FILE` and the names of other programs (`names`).
 
-    `aliases` adds to the shared table or, by giving another target, overrides it.
+    `aliases` adds to the shared table or, by giving another target, overrides it. `stages` are those whose `stage.json`
+    may be repeated by `--config`; empty for any.
     """
 
-    def __init__(self, description: str | None, aliases: dict[str, str] | None = None):
+    def __init__(self, description: str | None, aliases: dict[str, str] | None = None, stages: tuple[str, ...] = ()):
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
-        self.aliases = ALIASES | {name: ([target], QUIET) for name, target in (aliases or {}).items()}
+        self.aliases = names.ALIASES | {name: ([target], names.QUIET) for name, target in (aliases or {}).items()}
         # What a file gives to repeatable flags: as a default, the command line would add to it and not replace it.
         self.lists: dict[str, list] = {}
+        self.stages = stages
+        self.where = ""  # the file whose entries are being read
         self.add_argument(
             "--config", metavar="FILE", help="yaml, json or stage.json that sets flags; the command line wins"
         )
@@ -116,11 +62,19 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
 
     def error(self, message: str):
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {self.where}{message}; see {self.prog} --help\n")
+
+    def note(self, message: str) -> None:
+        """A line on the terminal, once however many ranks there are."""
+        if is_main_process():
+            print(f"note: {message}", file=sys.stderr)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
-        argv = self._without_aliases(list(sys.argv[1:] if argv is None else argv))
-        self._refuse_unknown(argv)
+        argv = self._translate(list(sys.argv[1:] if argv is None else argv))
+        for name, values, _ in split_words(argv):
+            # Before argparse looks for what is missing: a flag with a typing error is the better thing to hear of.
+            if name.startswith("--") and name not in self._known():
+                self.error(names.instead(name, values) or f"unknown flag {name}{self._nearest(name)}")
         config = self._peek_config(argv)
         if config:
             self._apply_config(Path(config))
@@ -132,17 +86,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected word {unknown[0]!r}: every value follows a --flag")
         return args
 
-    def _refuse_unknown(self, argv: list[str]) -> None:
-        """Before argparse looks for what is missing: a flag with a typing error is the better thing to hear of."""
-        known = self._known()
-        for name in (token.partition("=")[0] for token in argv if token.startswith("--") and token != "--"):
-            if name in ELSEWHERE and name not in known:
-                self.error(f"there is no {name} here: {ELSEWHERE[name]}")
-            if name not in known:
-                self.error(f"unknown flag {name}{self._nearest(name)}")
-
-    def _known(self) -> list[str]:
-        return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+    def _known(self) -> dict[str, argparse.Action]:
+        return {option: it for it in self._actions for option in it.option_strings if option.startswith("--")}
 
     def _nearest(self, flag: str) -> str:
         def likeness(known: str) -> float:
@@ -153,29 +98,73 @@ class Parser(argparse.ArgumentParser):
         best = max(self._known(), key=likeness)
         return f"; the nearest is {best}" if likeness(best) >= 0.5 else ""
 
-    def _without_aliases(self, argv: list[str]) -> list[str]:
-        known, out = set(self._known()), []
-        for position, token in enumerate(argv):
-            name, equals, value = token.partition("=")
-            if name == "--deepspeed" and name not in known:
+    def _translate(self, words: list[str]) -> list[str]:
+        """The command line in our own names, with a note for each that another program has.
+
+        What a switch of theirs implies comes first, so that a value that was written out wins.
+        """
+        implied, out = [], []
+        for typed, values, _ in split_words(words):
+            name = self._spelling(typed)
+            target, _ = self.aliases.get(name, ([], names.QUIET))
+            if not name:
+                implied += values  # before any flag: argparse says what is wrong with it
+            elif name in self._known():
+                out += self._flag(typed, name, values)
+            elif name == "--deepspeed":
                 # `--deepspeed file.json` is the HF Trainer's; alone it is DeepSpeed's own switch, and DeepSpeed is always on.
-                following = argv[position + 1] if position + 1 < len(argv) else "--"
-                out += (
-                    ["--ds_config" + equals + value]
-                    if equals
-                    else []
-                    if following.startswith("--")
-                    else ["--ds_config"]
-                )
-                continue
-            target, remark = self.aliases.get(name, ([], QUIET))
-            if name in known or not target or target[0] not in known:
-                out.append(token)
-                continue
-            if remark and is_main_process():
-                print(f"note: {name} ({remark}) is {' '.join(target)} here", file=sys.stderr)
-            out += [target[0] + equals + value, *target[1:]]
-        return out
+                out += ["--ds_config", *values] if values else []
+            elif len(target) == 1 and target[0] in self._known():
+                meaning = self._flag(typed, target[0], values)
+                self._note_alias(name, [word.partition("=")[0] for word in meaning[:1]])
+                out += meaning
+            elif target and target[0] in self._known():
+                implied += self._implied(typed, name, target, values)
+            elif names.no_effect(name, values):
+                self.note(f"{name} has no effect here: {names.NO_EFFECT[name][1]}")
+            else:
+                out += [name, *values]
+        return implied + out
+
+    def _spelling(self, typed: str) -> str:
+        """`--learning-rate` and `--no_x`, as transformers accepts them, are `--learning_rate` and `--no-x`."""
+        underscores = typed[:2] + typed[2:].replace("-", "_")
+        known = self._known() | self.aliases | names.NO_EFFECT | names.ELSEWHERE
+        spellings = (typed, underscores, underscores.replace("--no_", "--no-", 1))
+        return next((spelling for spelling in spellings if spelling in known), typed)
+
+    def _note_alias(self, name: str, meaning: list[str]) -> None:
+        remark = self.aliases[name][1]
+        if remark and meaning:
+            self.note(f"{name} ({remark}) is {' '.join(meaning)} here")
+
+    def _implied(self, typed: str, name: str, target: list[str], values: list[str]) -> list[str]:
+        """What a name of theirs stands for, where that is more than one word."""
+        if "{}" in target and len(values) != 1:
+            self.error(f"{typed} takes one value, seen {len(values)}")
+        is_on = "{}" in target or self._is_on(typed, values)
+        meaning = [word.replace("{}", " ".join(values)) for word in target] if is_on else []
+        self._note_alias(name, meaning)
+        return meaning
+
+    def _is_on(self, typed: str, values: list[str]) -> bool:
+        """A switch alone is on; it may be followed by true or false, as transformers has it."""
+        said = " ".join(values).lower()
+        if said not in ("", "true", "false"):
+            self.error(f"{typed} takes true, false or nothing, seen {' '.join(values)}")
+        return said != "false"
+
+    def _flag(self, typed: str, name: str, values: list[str]) -> list[str]:
+        """A flag of ours with its values."""
+        action = self._known()[name]
+        if action.nargs == 0:
+            off = [option for option in action.option_strings if option.startswith("--no-")]
+            return [name] if self._is_on(typed, values) else off[:1]
+        if action.nargs is None and len(values) > 1:
+            more = "; step 0 makes one folder of several sources" if action.dest == "data" else ""
+            self.error(f"{typed} takes one value, seen {len(values)}: {' '.join(values)}{more}")
+        # One word: a value that begins with a dash stays a value.
+        return [f"{name}={values[0]}"] if len(values) == 1 and action.nargs is None else [name, *values]
 
     @staticmethod
     def _peek_config(argv: list[str]) -> str | None:
@@ -189,49 +178,81 @@ class Parser(argparse.ArgumentParser):
 
     def _apply_config(self, path: Path) -> None:
         """Turns the file's entries into defaults, through the same conversions and choices as the command line."""
+        content, self.where = read_config(path, self.stages), f"{path}: "
         actions = {action.dest: action for action in self._actions}
         defaults = {}
-        for key, value in read_config(path).items():
-            dest = key.lstrip("-").replace("-", "_")
-            alias, _ = self.aliases.get(f"--{dest}", ([], QUIET))
-            if dest not in actions and len(alias) == 1:
-                dest = alias[0][2:]
+        for key, dest, value in self._entries(content, actions):
             if dest in ("config", "local_rank", "help"):
                 continue
-            if dest not in actions:
-                self.error(f"{path}: unknown key {key!r}{self._nearest('--' + dest).replace('--', '')}")
-            converted = self._convert(actions[dest], key, value, path)
+            converted = self._convert(actions[dest], key, value)
             if isinstance(actions[dest], argparse._AppendAction):
                 self.lists[dest] = converted
             else:
                 defaults[dest] = converted
             actions[dest].required = False
         self.set_defaults(**defaults)
+        self.where = ""
 
-    def _convert(self, action: argparse.Action, key: str, value, path: Path):
+    def _entries(self, content: dict, actions: dict) -> Iterator[tuple[str, str, object]]:
+        """(key, our name, value) of a file's entries, by the same tables as the command line."""
+        for key, value in content.items():
+            dest = str(key).lstrip("-").replace("-", "_")
+            if dest in actions:
+                yield key, dest, value
+                continue
+            values = [str(item).lower() if item in (None, True, False) else str(item) for item in _items(value)]
+            for name, said, _ in split_words(self._translate([f"--{dest}", *values]))[1:]:
+                action = self._known().get(name)
+                if action is None:
+                    unknown = f"unknown key {key!r}{self._nearest(name).replace('--', '')}"
+                    self.error(names.instead(name, said) or unknown)
+                yield key, action.dest, said if action.nargs != 0 else not name.startswith("--no-")
+
+    def _convert(self, action: argparse.Action, key: str, value):
         if value is None:
             if action.default is not None and action.type is not optional_float:
-                self.error(f"{path}: {key} is empty; give it a value or leave it out")
+                self.error(f"{key} is empty; give it a value or leave it out")
             return None
         if isinstance(action.default, bool) or action.nargs == 0:
             if not isinstance(value, bool):
-                self.error(f"{path}: {key} is {value!r}, wanted true or false")
+                self.error(f"{key} is {value!r}, wanted true or false")
             return value
         is_list = action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction)
-        items = value if isinstance(value, list) else [value]
-        if len(items) > 1 and not is_list:
-            self.error(f"{path}: {key} is a list, wanted one value")
+        items = _items(value)
+        if len(items) != 1 and not is_list:
+            self.error(f"{key} is a list, wanted one value")
         try:
             items = [self._get_value(action, item if isinstance(item, str) else json.dumps(item)) for item in items]
             for item in items:
                 self._check_value(action, item)
         except argparse.ArgumentError as error:
-            self.error(f"{path}: {key}: {error.message}")
+            self.error(f"{key}: {error.message}")
         return items if is_list else items[0]
 
 
-def read_config(path: Path) -> dict:
-    """The flags in a yaml or json file; of a `stage.json`, the arguments of the run that wrote it."""
+def _items(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def split_words(words: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+    """(flag, its values, both as typed) for each flag of a command line; words before the first have the flag ""."""
+    found = [("", [], [])]
+    for word in words:
+        if word.startswith("--") and word != "--":
+            name, equals, value = word.partition("=")
+            found.append((name, [value] if equals else [], [word]))
+        else:
+            found[-1][1].append(word)
+            found[-1][2].append(word)
+    return found
+
+
+def read_config(path: Path, stages: tuple[str, ...] = ()) -> dict:
+    """The flags in a yaml or json file; of a `stage.json`, the arguments of the run that wrote it.
+
+    Args:
+        stages: what a `stage.json` may be of; empty for any.
+    """
     import yaml
 
     try:
@@ -242,7 +263,11 @@ def read_config(path: Path) -> dict:
         raise UserError(f"--config {path}: neither yaml nor json: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UserError(f"--config {path}: holds a {type(content).__name__}, wanted `flag: value` pairs")
-    return content["args"] if {"stage", "format_version", "args"} <= content.keys() else content
+    if not {"stage", "format_version", "args"} <= content.keys():
+        return content
+    if stages and content["stage"] not in stages:
+        raise UserError(f"--config {path} is of stage {content['stage']!r}, wanted {' or '.join(map(repr, stages))}")
+    return content["args"]
 
 
 def run(main: Callable[[], None]) -> int:
@@ -338,6 +363,25 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def shares(text: str) -> tuple[float, ...]:
+    """Three shares such as 2,4,4 (an argparse type)."""
+    found = tuple(float(part) for part in text.split(","))
+    if len(found) != 3 or min(found) < 0 or not 0 < sum(found) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not three shares of at least 0, such as 2,4,4")
+    return found
+
+
+def share_list(text: str) -> str:
+    """The same, kept as it was written (an argparse type)."""
+    shares(text)
+    return text
+
+
+def precision(text: str) -> str:
+    """A precision; torch's names of them are understood too (an argparse type)."""
+    return {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}.get(text, text)
+
+
 def optional_float(text: str) -> float | None:
     """A number, or `none` for off (an argparse type)."""
     return None if text.lower() in ("none", "null") else float(text)
@@ -353,6 +397,7 @@ def add_run_flags(parser: Parser, output_dir: str) -> None:
     """Where the run reads and writes, its seed, and what it reports."""
     group = parser.add_argument_group("run")
     group.add_argument("--data", metavar="PATH", help="step-0 folder, a stage folder in it or a parquet file; default: the one the parent model was trained on")
+    group.add_argument("--data_split", type=share_list, default=None, metavar="S,P,R", help="refuse data that step 0 has dealt out in other shares; default: take them as they are")
     group.add_argument("--output_dir", default=output_dir, metavar="DIR", help="where the run writes; a finished run there is never overwritten")
     group.add_argument("--seed", type=int, default=1, help="of everything drawn at random; same seed, same run")
     group.add_argument("--logging_steps", type=positive, default=1, help="steps between lines on the terminal; files get every step")
@@ -416,7 +461,7 @@ def add_lora_flags(parser: Parser, dropout: bool):
 def add_engine_flags(parser: Parser) -> None:
     """DeepSpeed: precision, ZeRO, offload."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 where the GPU has it, fp32 on CPU")
+    group.add_argument("--dtype", type=precision, default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 where the GPU has it, fp32 on CPU")
     group.add_argument("--zero_stage", type=int, default=0, choices=[0, 1, 2, 3], help="0 whole copies, 1 shard optimizer, 2 + gradients, 3 + weights")
     group.add_argument("--offload_optimizer", action="store_true", help="optimizer states in host memory (needs --zero_stage 1, 2 or 3)")
     group.add_argument("--offload_param", action="store_true", help="sharded weights in host memory (needs --zero_stage 3)")

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ COLUMNS = {
     "pretrain": ("text",),
 }
 _PREPARE = "python step0_data/prepare.py --dataset {} --output_dir data"
+_HUB_NAME = re.compile(r"^\w[\w.-]*/[\w.-]*[\w-](:[\w./-]+)?(@[\w.-]+)?$")  # what looks like owner/name, for a hint
 
 
 # ---- finding and reading
@@ -52,20 +54,24 @@ class DataFiles:
         return {"path": root, "train": str(self.train.resolve()), "hash": self.hash}
 
 
-def locate(data: str | Path, stage: str) -> DataFiles:
+def locate(data: str | Path, stage: str, shares: str | None = None) -> DataFiles:
     """Finds a stage's parquet files.
 
     Args:
         data: a step-0 root, the folder of one stage, or a parquet file.
         stage: a key of `COLUMNS`.
+        shares: what step 0 has to have dealt the rows out by, as "2,4,4"; None for any.
 
     Raises:
-        UserError: nothing there, nothing for this stage, not parquet, or columns of another stage.
+        UserError: nothing there, nothing for this stage, not parquet, columns of another stage, or other shares.
     """
     assert stage in COLUMNS, stage
     path = Path(data)
     if not path.exists():
-        raise UserError(f"--data {data}: no such folder or file; make it with `{_PREPARE.format('tiny')}`")
+        how = f"make it with `{_PREPARE.format('tiny')}`"
+        if _HUB_NAME.match(str(data)):
+            how = f"if that is a data set of the hub, prepare it first: `{_PREPARE.format(data)}`"
+        raise UserError(f"--data {data}: no such folder or file; {how}")
     if path.is_file():
         train, eval_ = path, path.with_name("eval.parquet") if path.name == "train.parquet" else None
     else:
@@ -79,11 +85,25 @@ def locate(data: str | Path, stage: str) -> DataFiles:
     for file in filter(None, (train, eval_)):
         _check_columns(file, stage)
     manifest = _read_manifest(train.parent.parent)
+    if shares is not None:
+        _check_shares(data, shares, ((manifest or {}).get("args") or {}).get("split"))
     digest, notes = _fingerprint(manifest, train.parent.parent, [f for f in (train, eval_) if f])
     return DataFiles(train, eval_, train.parent.parent if manifest else None, digest, notes)
 
 
-def locate_or_inherit(data: str | None, parent: dict | None, stage: str) -> DataFiles:
+def _check_shares(data: str | Path, wanted: str, dealt: list[float] | None) -> None:
+    numbers = [float(share) for share in wanted.split(",")]
+    if not dealt:
+        raise UserError(f"--data_split {wanted}: {data} has no record of a split by step 0; leave --data_split out")
+    if any(not math.isclose(x / sum(numbers), y / sum(dealt)) for x, y in zip(numbers, dealt, strict=True)):
+        seen = ",".join(f"{share:g}" for share in dealt)
+        raise UserError(
+            f"--data_split {wanted}, but step 0 dealt {data} out by {seen}; "
+            f"prepare it again with --split {wanted}, or leave --data_split out"
+        )
+
+
+def locate_or_inherit(data: str | None, parent: dict | None, stage: str, shares: str | None = None) -> DataFiles:
     """`locate`, or without `--data` the folder that the parent model's `stage.json` records.
 
     Args:
@@ -93,13 +113,13 @@ def locate_or_inherit(data: str | None, parent: dict | None, stage: str) -> Data
         UserError: no `--data` and none recorded, or the recorded data has changed since.
     """
     if data is not None:
-        return locate(data, stage)
+        return locate(data, stage, shares)
     recorded = (parent or {}).get("data")
     if not recorded or not recorded["path"]:
         raise UserError(
             f"--data is missing and the parent model records none; make some with `{_PREPARE.format('tiny')}`"
         )
-    files = locate(recorded["path"], stage)
+    files = locate(recorded["path"], stage, shares)
     if files.hash != recorded["hash"]:
         raise UserError(
             f"the data in {recorded['path']} has changed since the parent model was trained; "

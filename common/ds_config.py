@@ -1,8 +1,10 @@
-"""DeepSpeed configurations as plain dictionaries: ZeRO 0-3, offload, precision, the hybrid engine. Imports nothing.
+"""DeepSpeed configurations as plain dictionaries: ZeRO 0-3, offload, precision, the hybrid engine, a user's own json.
 
 Every key that changes results is written out, since DeepSpeed's defaults move between versions (gradient clipping and
 `check_grad_overflow` both did within 0.19).
 """
+
+import difflib
 
 
 def build(
@@ -65,65 +67,82 @@ def build(
     return config
 
 
-# Keys of a user's file that flags decide: these are refused unless "auto" ...
-_OURS_ALONE = {
-    "train_batch_size": "--per_device_train_batch_size and --gradient_accumulation_steps",
-    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
-    "optimizer": "--learning_rate, --weight_decay and --adam_*",
-    "scheduler": "--lr_scheduler_type and --warmup_steps",
-}
-# ... and these have to say what the flags say.
-_MUST_AGREE = {
-    ("zero_optimization", "stage"): "--zero_stage",
-    ("gradient_clipping",): "--max_grad_norm",
-    ("bf16", "enabled"): "--dtype",
-    ("fp16", "enabled"): "--dtype",
-}
+# What DeepSpeed 0.19 looks for at the top of a json; it passes over all else without a word.
+# fmt: off
+TOP_LEVEL = (
+    "activation_checkpointing", "aio", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_efficiency", "data_types", "dataloader_drop_last",
+    "datastates_ckpt", "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel", "flops_profiler",
+    "fp16", "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor",
+    "hybrid_engine", "log_level", "managed_gradient_accumulation", "memory_breakdown", "optimizer", "pipeline",
+    "prescale_gradients", "scheduler", "seq_parallel_communication_data_type", "sequence_parallel_size",
+    "steps_per_print", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown",
+    "wandb", "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
+# fmt: on
+# What flags alone decide: compared with them, and then left out. Steps, sizes and schedules are not DeepSpeed's here.
+_DECIDED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "scheduler",
+)
 
 
-def merge(ours: dict, theirs: dict) -> dict:
-    """Lays a user's DeepSpeed json over ours. "auto" means "as the flags say", as in the HF Trainer.
+def merge(ours: dict, theirs: dict, said: dict[str, tuple[object, str]]) -> dict:
+    """Lays a user's DeepSpeed json over ours. "auto", and null, mean "as the flags say", as in the HF Trainer.
+
+    Args:
+        said: {key, with dots for sections: (value, who says so)} for what flags decide. A batch size that is not in it
+            is left out without a look.
 
     Raises:
-        ValueError: a key that a flag decides is set to another value; names the key, both values and the flag. Or the
-            file does not have the form of a DeepSpeed json.
+        ValueError: a key that a flag decides has another value (names the key, both values and the flag), a key that
+            DeepSpeed does not know (names the nearest), or a file that has not the form of a DeepSpeed json.
     """
     if not isinstance(theirs, dict):
         raise ValueError(f"--ds_config holds a {type(theirs).__name__}, wanted a json object")
-    for key, flag in _OURS_ALONE.items():
-        if key in theirs and not _is_auto(theirs[key]):
-            raise ValueError(f'--ds_config sets {key!r}, which {flag} decides; remove it or write "auto"')
-    for path, flag in _MUST_AGREE.items():
-        seen, wanted = _look_up(theirs, path), _look_up(ours, path)
-        if not (seen is None or _is_auto(seen) or seen == wanted or (seen is False and wanted is None)):
-            name = ".".join(path)
-            raise ValueError(
-                f'--ds_config has {name} {seen!r}, the flags say {wanted!r}; change {flag} or write "auto"'
-            )
-    return _lay_over(ours, theirs)
+    for key in theirs:
+        if key not in TOP_LEVEL:
+            near = difflib.get_close_matches(key, TOP_LEVEL, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(f"--ds_config has {key!r}, which is no key of DeepSpeed{hint}")
+    for key, seen in _leaves(theirs):
+        if seen is None or seen == "auto":
+            continue
+        if key in said and not _same(seen, said[key][0]):
+            raise ValueError(f'--ds_config has {key} {seen!r}, but {said[key][1]}; change one, or write "auto"')
+        if key not in said and key.split(".")[0] in ("optimizer", "scheduler"):
+            raise ValueError(f"--ds_config has {key} {seen!r}, which has no counterpart here; remove it")
+    return _lay_over(ours, {key: value for key, value in theirs.items() if key not in _DECIDED})
 
 
-def _is_auto(value) -> bool:
-    """ "auto", or a section in which every number is."""
-    if isinstance(value, dict):
-        return all(_is_auto(part) for name, part in value.items() if name != "type")
-    return value == "auto"
+def _leaves(config: dict, prefix: str = "") -> list[tuple[str, object]]:
+    """(key with dots, value) of everything that is no section."""
+    found = []
+    for name, value in config.items():
+        is_section = isinstance(value, dict)
+        found += _leaves(value, f"{prefix}{name}.") if is_section else [(f"{prefix}{name}", value)]
+    return found
 
 
-def _look_up(config: dict, path: tuple[str, ...]):
-    for key in path:
-        if not isinstance(config, dict) or key not in config:
-            return None
-        config = config[key]
-    return config
+def _same(seen, wanted) -> bool:
+    if isinstance(wanted, list):
+        return isinstance(seen, list) and len(seen) == len(wanted) and all(map(_same, seen, wanted))
+    if isinstance(wanted, tuple):  # names of one thing
+        return str(seen).lower() in wanted
+    return seen == wanted and isinstance(seen, bool) == isinstance(wanted, bool)
 
 
 def _lay_over(ours: dict, theirs: dict) -> dict:
     merged = dict(ours)
     for key, value in theirs.items():
-        if isinstance(ours.get(key), dict) and not isinstance(value, dict) and not _is_auto(value):
+        if value is None or value == "auto":
+            continue
+        if isinstance(ours.get(key), dict) and not isinstance(value, dict):
             raise ValueError(f"--ds_config has {key} {value!r}, wanted a json object")
-        if not _is_auto(value):
-            merged[key] = _lay_over(ours.get(key, {}), value) if isinstance(value, dict) else value
+        merged[key] = _lay_over(ours.get(key) or {}, value) if isinstance(value, dict) else value
     return merged

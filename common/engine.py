@@ -80,7 +80,7 @@ class TrainedModel:
         device: torch.device,
         hybrid_engine_tokens: int = 0,
     ):
-        config = _config(engine, optim.max_grad_norm, hybrid_engine_tokens)
+        config = _config(engine, optim, hybrid_engine_tokens)
         self.device, self.zero_stage, self.dtype = device, engine.zero_stage, engine.dtype
         module = load(zero3=config if engine.zero_stage == 3 else None)
         if engine.gradient_checkpointing:
@@ -255,29 +255,104 @@ def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * falling[optim.lr_scheduler_type]
 
 
-def check(engine: Engine) -> None:
+def check(engine: Engine, optim: Optim, batch: dict[str, tuple[int, str]], role: str = "") -> None:
     """Refuses combinations that cannot run, before any model is loaded.
 
+    Args:
+        batch: {DeepSpeed's name of a batch size: (what it is, the flags that say so)}, see `batch_sizes`.
+        role: "critic" for the model whose flags are called so.
+
     Raises:
-        UserError: names the flags and the values.
+        UserError: names the flags and the values, and what a --ds_config contradicts.
     """
-    _config(engine, 1.0, 0)
+    config = _config(engine, optim, 0, batch, role)
+    if engine.ds_config:
+        try:
+            deepspeed.DeepSpeedConfig(config)
+        except Exception as error:  # pydantic's ValidationError, assertions, DeepSpeedConfigError, ...
+            why = " ".join(str(error).split("For further information")[0].split())[:200]
+            raise UserError(f"--ds_config {engine.ds_config}: DeepSpeed does not take it: {why}") from error
 
 
-def _config(engine: Engine, max_grad_norm: float, hybrid_engine_tokens: int) -> dict:
+def batch_sizes(per_device: int, total: int, flags: str) -> dict[str, tuple[int, str]]:
+    """The batch sizes of one optimizer step under DeepSpeed's names; `flags` are those that make up the total."""
+    accumulation = math.ceil(total / (per_device * distributed.world_size()))
+    return {
+        "train_micro_batch_size_per_gpu": (per_device, f"--per_device_train_batch_size is {per_device}"),
+        "gradient_accumulation_steps": (accumulation, f"{flags} make it {accumulation}"),
+        "train_batch_size": (total, f"{flags} make it {total} on {distributed.world_size()} rank(s)"),
+    }
+
+
+def _config(engine: Engine, optim: Optim, hybrid_engine_tokens: int, batch: dict | None = None, role: str = "") -> dict:
     try:
         config = ds_config.build(
             zero_stage=engine.zero_stage,
             dtype=engine.dtype,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=optim.max_grad_norm,
             offload_optimizer=engine.offload_optimizer,
             offload_param=engine.offload_param,
             hybrid_engine_tokens=hybrid_engine_tokens,
         )
         if engine.ds_config:
-            config = ds_config.merge(config, json.loads(Path(engine.ds_config).read_text()))
+            theirs = json.loads(Path(engine.ds_config).read_text())
+            config = ds_config.merge(config, theirs, _said(engine, optim, role) | (batch or {}))
+            _check_offload(config["zero_optimization"])
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"--ds_config {engine.ds_config}: {error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
     return config
+
+
+def _said(engine: Engine, optim: Optim, role: str) -> dict[str, tuple[object, str]]:
+    """What flags decide, under DeepSpeed's names: (value, the flag that says so)."""
+
+    def flag(name: str, value, own_for_critic: bool = False) -> tuple[object, str]:
+        prefix = "critic_" if role == "critic" and own_for_critic else ""
+        return value, f"--{prefix}{name} is {value}"
+
+    rate, warmup = flag("learning_rate", optim.learning_rate, True), flag("warmup_steps", optim.warmup_steps)
+    betas = [optim.adam_beta1, optim.adam_beta2]
+    schedule = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}[optim.lr_scheduler_type]
+    adamw = "the optimizer here is AdamW"
+    said = {
+        "zero_optimization.stage": flag("zero_stage", engine.zero_stage, True),
+        "gradient_clipping": flag("max_grad_norm", optim.max_grad_norm),
+        "bf16.enabled": (engine.dtype == "bf16", f"--dtype is {engine.dtype}"),
+        "bfloat16.enabled": (engine.dtype == "bf16", f"--dtype is {engine.dtype}"),
+        "fp16.enabled": (engine.dtype == "fp16", f"--dtype is {engine.dtype}"),
+        "torch_autocast.enabled": (False, f"--dtype is {engine.dtype}, and autocast is another way to train"),
+        "optimizer.type": (("adamw", "adam"), adamw),
+        "optimizer.params.adam_w_mode": (True, adamw),
+        "optimizer.params.torch_adam": (True, "the optimizer here is torch's AdamW"),
+        "optimizer.params.lr": rate,
+        "optimizer.params.betas": (betas, f"--adam_beta1 and --adam_beta2 are {betas}"),
+        "optimizer.params.eps": flag("adam_epsilon", optim.adam_epsilon),
+        "optimizer.params.weight_decay": flag("weight_decay", optim.weight_decay, True),
+        "scheduler.type": (
+            (schedule.lower(),),
+            f"--lr_scheduler_type is {optim.lr_scheduler_type}, which is {schedule}",
+        ),
+        "scheduler.params.warmup_min_lr": (0, "the warm-up here begins at 0"),
+        "scheduler.params.warmup_max_lr": rate,
+        "scheduler.params.warmup_num_steps": warmup,
+        "scheduler.params.warmup_type": (("linear",), "the warm-up here is linear"),
+        "scheduler.params.cos_min_ratio": flag("min_lr_ratio", optim.min_lr_ratio),
+    }
+    for name, is_on in (("offload_optimizer", engine.offload_optimizer), ("offload_param", engine.offload_param)):
+        if is_on:
+            said[f"zero_optimization.{name}.device"] = (("cpu",), f"--{name} means 'cpu'")
+    return said
+
+
+def _check_offload(zero: dict) -> None:
+    """DeepSpeed says nothing where a json offloads what its stage does not shard."""
+    for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
+        device = (zero.get(name) or {}).get("device") or "none"
+        if device != "none" and zero["stage"] not in stages:
+            wanted = " or ".join(map(str, stages))
+            raise ValueError(
+                f"--ds_config has zero_optimization.{name}.device {device!r}, which needs --zero_stage {wanted}, "
+                f"seen {zero['stage']}"
+            )

@@ -39,7 +39,7 @@ _PREFIX, _STAGING = "checkpoint-", ".tmp-checkpoint-"
 # Flags that two parts of one run may differ in: none of them changes what is computed. Models and data are compared by
 # content instead of by name.
 FREE_FLAGS = frozenset(
-    ["output_dir", "data", "model_name_or_path", "actor", "critic", "ref"]
+    ["output_dir", "data", "data_split", "model_name_or_path", "actor", "critic", "ref"]
     + ["logging_steps", "sample_steps", "report_to", "run_name", "push_to_hub", "hub_model_id"]
     + ["save_steps", "save_total_limit", "resume_from_checkpoint", "timeout_minutes", "config", "local_rank"]
 )

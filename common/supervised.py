@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from common import data, distributed
+from common import data, distributed, engine
 from common.engine import TrainedModel
 from common.metrics import Stopwatch
 from common.runs import Run
@@ -29,6 +29,11 @@ class Batches:
     def size(self) -> int:
         """Examples in one optimizer step, over all ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * distributed.world_size()
+
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """For `engine.check`: what a DeepSpeed json may say of them."""
+        flags = "--per_device_train_batch_size and --gradient_accumulation_steps"
+        return engine.batch_sizes(self.per_device_train_batch_size, self.size, flags)
 
     def steps(self, num_examples: int) -> int:
         """Optimizer steps of the whole run."""

@@ -203,7 +203,7 @@ def settings(run) -> dict | None:
         (words, default), value = known.get(name, ("", None)), args[name]
         shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         # No default in the help means none or off.
-        is_default = str(value) == default or (default == "" and value in (None, False))
+        is_default = str(value) == default or (default == "" and (value is None or value is False))
         rows[not is_default].append((name, shown, default, words))
     return {"changed": rows[True], "default": rows[False], "known": bool(known), "record": run.record}
 

@@ -57,6 +57,8 @@ def recognise(row: dict) -> Form:
     for form in FORMS:
         if form.recognises(row):
             return form
+    if "transcript" in row and "rating" in row:  # red-team-attempts, beside the pairs of hh-rlhf
+        raise BadRow("a red-team transcript is one dialogue with a rating, no pair", "take a folder of pairs instead")
     known = " | ".join(form.columns for form in FORMS)
     seen = ", ".join(map(str, row)) or "none"
     raise BadRow(f"unknown form with the columns {seen}", f"rename columns to one of the forms known: {known}")
@@ -95,7 +97,8 @@ def _is_pair(row: dict) -> bool:
 def _pair(row: dict) -> Record:
     """`chosen` + `rejected`, with a `prompt`, Alpaca's or ShareGPT's in front, or with the prompt inside both."""
     name = "rejected" if _has(row, "rejected") else "rejected_response"
-    chosen, rejected = _answer_side(row["chosen"], "chosen"), _answer_side(row[name], name)
+    has_prompt = any(_has(row, column) for column in ("prompt", "conversations", "instruction", *QUESTION))
+    chosen, rejected = (_answer_side(row[column], column, has_prompt) for column in ("chosen", name))
     used = {"chosen", name, "prompt", "conversations", "messages", *_ALPACA}
     prompt = None
     if _has(row, "prompt"):
@@ -117,14 +120,14 @@ def _pair(row: dict) -> Record:
         chosen, rejected = [_assistant(chosen)], [_assistant(rejected)]
     elif chosen and rejected and (chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant"):
         # Whole conversations: what both share is the prompt, whatever a `prompt` column repeats of it.
+        for column, messages in (("chosen", chosen), (name, rejected)):
+            _check_answer(messages, column)
         shared = _shared_prefix(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     _check_prompt(prompt)
+    if max(len(chosen), len(rejected)) > 1:
+        raise BadRow("chosen and rejected part before the last turn", "let them differ in the last answer only")
     for column, answer in (("chosen", chosen), (name, rejected)):
-        if len(answer) > 1:
-            raise BadRow(
-                f"{column} differs in {len(answer)} turns", "chosen and rejected may differ in the last turn only"
-            )
         _check_answer(answer, column)
     margin = row.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, (int, float)) or math.isnan(margin)):
@@ -304,27 +307,33 @@ def _prompt(value, column: str) -> list[dict]:
     """A string is one user turn, unless it is itself a "Human: ... Assistant:" dialogue."""
     if not isinstance(value, str):
         return messages_of(value, column)
-    dialogue = _dialogue(value)
-    if dialogue and dialogue[-1]["role"] == "assistant" and not dialogue[-1]["content"]:
+    dialogue = _dialogue(value) or [_message("assistant", value)]
+    if dialogue[0]["role"] == "user" and dialogue[-1] == _assistant(""):
         return dialogue[:-1]
     return [_message("user", value)]
 
 
-def _answer_side(value, column: str) -> str | list[dict]:
+def _answer_side(value, column: str, has_prompt: bool) -> str | list[dict]:
     """`chosen` or `rejected`: a plain string, or messages (a dialogue in one string becomes messages)."""
-    if isinstance(value, str):
-        dialogue = _dialogue(value)
-        return dialogue if dialogue and len(dialogue) > 1 else value
-    return messages_of(value, column)
+    if not isinstance(value, str):
+        return messages_of(value, column)
+    dialogue = _dialogue(value)
+    if dialogue and not has_prompt and dialogue[0]["role"] == "assistant":
+        raise BadRow("the dialogue begins with an Assistant turn", "begin it with a Human turn or remove the row")
+    is_whole = dialogue and dialogue[0]["role"] == "user" and (len(dialogue) > 1 or not has_prompt)
+    return dialogue if is_whole else value
 
 
-_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):(?=\s|$)")
 
 
 def _dialogue(text: str) -> list[dict] | None:
-    """The turns of HH's "\n\nHuman: ...\n\nAssistant: ..."; None for any other text."""
+    """The turns of HH's "\n\nHuman: ...\n\nAssistant: ..."; None for text that begins otherwise.
+
+    Only a name after an empty line begins a turn: "Human:" anywhere else belongs to the text around it.
+    """
     pieces = _TURN.split(text)
-    if len(pieces) < 3 or pieces[0].strip() or pieces[1] != "Human":
+    if len(pieces) < 3 or pieces[0].strip():
         return None
     roles = ["user" if name == "Human" else "assistant" for name in pieces[1::2]]
     return [_message(role, content.strip()) for role, content in zip(roles, pieces[2::2], strict=True)]

@@ -198,6 +198,10 @@ def summary(stages: dict, ledger: list[dict]) -> str:
             lines.append(f"  {aside['rows']:>6} set aside: {reason} (first: {aside['first']})")
         if entry["duplicates"]:
             lines.append(f"  {entry['duplicates']:>6} repeat an earlier row")
+        if entry["own_split"]:
+            lines.append("  its own split is kept: train is train, and what it holds out is eval")
+        if entry["left_out"]:
+            lines.append(f"  left out, being neither train nor test: {', '.join(entry['left_out'])}")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ Writes  OUTPUT_DIR/{sft,preference,prompts,pretrain}/{train,eval}.parquet (those
         preview.md; for the tiny set also base_model/, an untrained model with its tokenizer.
 Run     python step0_data/prepare.py --dataset tiny --output_dir data
         python step0_data/prepare.py --dataset pairs.jsonl more.parquet --split 2,4,4 --output_dir data
+        python step0_data/prepare.py --dataset Anthropic/hh-rlhf --data_dir harmless-base --output_dir data
 Left out: tokens (each stage owns its tokenizer), near-duplicate search, filters by quality or language.
 """
 
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from step0_data import formats, output, split, toy  # noqa: E402
+from step0_data import formats, output, sources, split, toy  # noqa: E402
 
 
 def parse_args(argv=None):
@@ -24,14 +25,15 @@ def parse_args(argv=None):
     aliases = {"--dataset_name": "--dataset", "--data_path": "--dataset", "--data": "--dataset", "--data_split": "--split", "--max_samples": "--max_rows"}
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
-    group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG][@SPLIT])")
-    group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source (tiny: of each file written); 0: all")
+    group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT])")
+    group.add_argument("--data_dir", default=None, metavar="FOLDER", help="a folder inside the source, such as harmless-base of Anthropic/hh-rlhf; default: all of it")
+    group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source, of its train and its test part each (tiny: of each file written); 0: all")
     group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or set it aside and count it")
     cli.add_switch(group, "--drop_duplicates", False, "set aside rows that repeat an earlier one; they are counted either way")
     group = parser.add_argument_group("who gets which row (files and hub; the tiny set has its own split)")
-    group.add_argument("--split", type=_shares, default="2,4,4", metavar="S,P,R", help="shares of sft, preference and prompts in the rows that can serve several")
+    group.add_argument("--split", type=cli.shares, default="2,4,4", metavar="S,P,R", help="shares of sft, preference and prompts in the rows that can serve several")
     group.add_argument("--stages", nargs="+", default=None, choices=formats.STAGES, help="feed only these stages; default: what each form of row feeds")
-    group.add_argument("--eval_fraction", type=_fraction, default=0.05, help="share of prompts kept for evaluation, in every stage")
+    group.add_argument("--eval_fraction", type=_fraction, default=0.05, help="share of prompts kept for evaluation, in every stage; not of sources with a test part of their own")
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", default="data", metavar="DIR", help="where the data go")
     cli.add_switch(group, "--overwrite", False, "replace prepared data that are in --output_dir")
@@ -44,14 +46,15 @@ def parse_args(argv=None):
 def main() -> None:
     args = parse_args()
     is_tiny = args.dataset == ["tiny"]
-    if "tiny" in args.dataset and not is_tiny:
+    if "tiny" in args.dataset and (not is_tiny or args.data_dir):
         raise UserError(
             "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
         )
 
     # 1. Look at what is there. The same request on the same files is done already; anything else is not overwritten.
     settings = {k: v for k, v in vars(args).items() if k not in ("output_dir", "overwrite", "config", "local_rank")}
-    inputs = {} if is_tiny else split.hash_inputs(args.dataset)
+    datasets = sources.inside(args.dataset, args.data_dir)
+    inputs = {} if is_tiny else split.hash_inputs(datasets)
     with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
         if folder.already_done:
             print(f"{args.output_dir}: already done, with the same settings on the same files")
@@ -67,7 +70,7 @@ def main() -> None:
         else:
             rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
             skip_bad = args.on_bad_row == "skip"
-            stages, ledger = split.collect(args.dataset, rule, args.max_rows, skip_bad, args.drop_duplicates)
+            stages, ledger = split.collect(datasets, rule, args.max_rows, skip_bad, args.drop_duplicates)
 
         # 3. The negative control: preferences that say nothing.
         if args.shuffle_preferences:
@@ -92,13 +95,6 @@ def main() -> None:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
     print(output.next_command(args.output_dir, output.counts(stages), is_tiny))
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    shares = tuple(float(part) for part in text.split(","))
-    if len(shares) != 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not three shares of at least 0, such as 2,4,4")
-    return shares
 
 
 def _fraction(text: str) -> float:

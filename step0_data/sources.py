@@ -1,5 +1,8 @@
 """Reading sources: local files, folders of them, or a data set of the hub, as a stream of plain rows.
 
+A source with a train and a test part of its own (by the names of its files, or of its splits on the hub) keeps them:
+train is train and test is eval. The words are those of `datasets`: harmless-base/test.jsonl.gz is a test file.
+
 A row that cannot even be parsed (broken JSON, a wrong number of cells) is not raised but handed on as a BadRow, so
 that one place decides whether it stops the run or is set aside.
 """
@@ -9,7 +12,8 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +22,98 @@ from step0_data.formats import BadRow
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow")
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json"}  # describe the data beside them
-_HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?(@[\w.-]+)?$")
+_HUB_NAME = re.compile(r"^([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+(?:/[\w.-]+)*))?(?:@([\w.-]+))?$")
+_PARTS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"), "eval"),
+}
 
 
 @dataclass(frozen=True)
 class Row:
     where: str  # "file.jsonl line 3": for people
     value: object  # a dict if all is well, or a BadRow
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or a split of the hub (then `file` is None), with its part as in `Plan`."""
+
+    file: Path | None
+    part: str | None
+    rows: Iterator[Row]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is read of one source: its files with their parts, or None for the hub, whose splits are known later."""
+
+    source: str
+    files: dict[Path, str | None] | None  # file: "train", "eval", or None where the rows are still to be dealt out
+    left_out: tuple[str, ...] = ()
+
+
+def plan(sources: Sequence[str]) -> list[Plan]:
+    """What to read of each source. A train and a test file side by side are its own split.
+
+    Side by side are files of one folder, given as a folder or each by itself. In a folder with such a split, files that
+    are neither are left out, as `datasets` leaves them out.
+
+    Raises:
+        UserError: as `resolve`.
+    """
+    found = [(source, Path(source).expanduser(), resolve(source)) for source in sources]
+    named = [{file: _part_of_file(file, path) for file in files or ()} for _, path, files in found]
+    together: dict[tuple, set] = {}  # parts by folder
+    folders = [(path, True) if path.is_dir() else (path.parent, False) for _, path, _ in found]
+    for folder, parts in zip(folders, named, strict=True):
+        together.setdefault(folder, set()).update(parts.values())
+    plans = []
+    for (source, _, files), folder, parts in zip(found, folders, named, strict=True):
+        if files is None or not _is_split(together[folder]):
+            plans.append(Plan(source, files and dict.fromkeys(files)))
+            continue
+        left_out = [file for file, part in parts.items() if part is None and folder[1]]
+        kept = {file: part for file, part in parts.items() if file not in left_out}
+        plans.append(Plan(source, kept, tuple(file.as_posix() for file in left_out)))
+    return plans
+
+
+def _is_split(parts) -> bool:
+    return {"train", "eval"} <= set(parts)
+
+
+def _part_of_file(file: Path, source: Path) -> str | None:
+    """By the file's name, else by that of a folder inside the source: train/0001.parquet is a train file too."""
+    inside = file.relative_to(source).parts if source.is_dir() else (file.name,)
+    return next((part for name in reversed(inside) if (part := _part_of(name))), None)
+
+
+def _part_of(name: str) -> str | None:
+    words = re.split(r"[-._ 0-9]+", name.lower())
+    return next((_PARTS[word] for word in words if word in _PARTS), None)
+
+
+def inside(sources: Sequence[str], folder: str | None) -> list[str]:
+    """The sources with `--data_dir FOLDER` worked in: PATH/FOLDER, or NAME:FOLDER on the hub.
+
+    Raises:
+        UserError: several sources, or one that has no such folder.
+    """
+    if folder is None:
+        return list(sources)
+    if len(sources) != 1:
+        raise UserError(f"--data_dir {folder} is of one source, {len(sources)} are given; write each as NAME:FOLDER")
+    path = Path(sources[0]).expanduser()
+    if path.is_dir():
+        if not (path / folder).exists():
+            there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folder"
+            raise UserError(f"--data_dir {folder}: not in {path}, which has {there}")
+        return [str(path / folder)]
+    name = _HUB_NAME.match(sources[0])
+    if path.is_file() or not name or name[2]:
+        raise UserError(f"--data_dir {folder}: {sources[0]} is no folder and no plain hub name; leave --data_dir out")
+    return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "")]
 
 
 def resolve(source: str) -> list[Path] | None:
@@ -35,8 +124,8 @@ def resolve(source: str) -> list[Path] | None:
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        inside = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        files = sorted(p for p in inside if p.is_file() and _suffix(p) in SUFFIXES and p.name not in _NOT_DATA)
+        seen = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        files = sorted(p for p in seen if p.is_file() and _suffix(p) in SUFFIXES and p.name not in _NOT_DATA)
         if not files:
             raise UserError(f"{source}: no data file in this folder; wanted {', '.join(SUFFIXES)}, each also with .gz")
         return files
@@ -49,15 +138,11 @@ def resolve(source: str) -> list[Path] | None:
     raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
 
 
-def read(source: str, files: list[Path] | None) -> Iterator[tuple[Path | None, Row]]:
-    """(file, row) for every row of a source; the file is None on the hub."""
-    if files is None:
-        for row in read_hub(source):
-            yield None, row
-        return
-    for file in files:
-        for row in read_file(file):
-            yield file, row
+def pieces(it: Plan) -> tuple[list[Piece], list[str]]:
+    """The files or splits of a source, each to be read when its turn comes, and the names of what is left out."""
+    if it.files is None:
+        return _read_hub(it.source)
+    return [Piece(file, part, read_file(file)) for file, part in it.files.items()], list(it.left_out)
 
 
 def read_file(path: Path) -> Iterator[Row]:
@@ -82,21 +167,88 @@ def read_file(path: Path) -> Iterator[Row]:
     yield from readers[_suffix(path)](path, content)
 
 
-def read_hub(source: str) -> Iterator[Row]:
-    """Rows of `name[:config][@split]` through `datasets.load_dataset`; the split defaults to train."""
-    name, _, split = source.partition("@")
-    name, _, config = name.partition(":")
-    from datasets import load_dataset
+def _read_hub(source: str) -> tuple[list[Piece], list[str]]:
+    """The splits of `NAME[:CONFIG or FOLDER][@SPLIT]`, through `datasets.load_dataset`, and those left out.
 
+    Raises:
+        UserError: the hub cannot be reached or does not give it, or it is not known which split to take.
+    """
+    import datasets
+
+    name, word, split = _HUB_NAME.match(source).groups()
+    datasets.utils.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
-        dataset = load_dataset(name, config or None, split=split or "train")
+        where = {"name": word} if datasets.config.HF_HUB_OFFLINE else _ask_hub(name, word)
+        loaded = datasets.load_dataset(name, **where, split=split)
+    except UserError:
+        raise
     except Exception as error:  # the hub client has no common base class: offline, 404, gated, no such split, ...
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(
-            f"{source}: no such file or folder here, and the hub cannot give it ({reason}); give the files instead"
-        ) from error
+        raise UserError(f"{source}: no such file or folder here, and {_why(error, name)}") from error
+    if split:
+        return [Piece(None, None, _hub_rows(source, loaded))], []
+    parts = _choose_splits(source, list(loaded))
+    found = [Piece(None, part, _hub_rows(f"{source} {name}", loaded[name])) for name, part in parts.items()]
+    return found, [f"{source}@{name}" for name in loaded if name not in parts]
+
+
+def _choose_splits(source: str, splits: list[str]) -> dict[str, str | None]:
+    """{split: part} of what to read: train and what is held out by its name, or the only one."""
+    named = {split: _PARTS[split] for split in splits if split in _PARTS}
+    if _is_split(named.values()):
+        return named
+    if "train" in splits or len(splits) == 1:
+        return {"train" if "train" in splits else splits[0]: None}
+    raise UserError(f"{source}: which split? it has {', '.join(splits)}; write {source}@{splits[0]}")
+
+
+def _hub_rows(where: str, dataset) -> Iterator[Row]:
     for number, value in enumerate(dataset, 1):
-        yield Row(f"{source} row {number}", value)
+        yield Row(f"{where} row {number}", value)
+
+
+def _ask_hub(name: str, word: str | None) -> dict[str, str]:
+    """What `word` is of that data set, for `load_dataset`. Asked first: it fails at once, where a load would retry."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().dataset_info(name)
+    configs = [str(it.get("config_name")) for it in (info.card_data or {}).get("configs") or []]
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    if not word or word in configs:
+        return {"name": word}
+    if any(file.startswith(f"{word}/") for file in files):
+        return {"data_dir": word}
+    known = dict.fromkeys([*configs, *(file.split("/")[0] for file in files if "/" in file)])
+    raise UserError(f"{name} has no configuration or folder {word!r}; it has {', '.join(known) or 'none'}")
+
+
+def _why(error: Exception, name: str) -> str:
+    """What a failure of the hub means for people, and what to do."""
+    import datasets
+    from huggingface_hub import constants, errors
+
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    by_hand = "or download its files elsewhere and give their folder"
+    if datasets.config.HF_HUB_OFFLINE:
+        return f"the hub is switched off by HF_HUB_OFFLINE and its cache lacks it ({said}); unset that, {by_hand}"
+    if isinstance(error, errors.GatedRepoError) or "gated dataset" in said:
+        return f"on the hub it is gated; accept its terms at {constants.ENDPOINT}/datasets/{name} and {log_in}"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+        return f"the hub has no data set of that name, or a private one; check the spelling; if private, {log_in}"
+    if status == 403:
+        return f"the hub forbids it (403); use a token that may read it: {log_in}"
+    if status:
+        return f"the hub answers {status}; try again later, {by_hand}"
+    if isinstance(error, errors.HTTPError):
+        where = constants.ENDPOINT
+        cached = "set HF_HUB_OFFLINE=1 to take what its cache holds"
+        return f"the hub at {where} cannot be reached ({said}); check the network and HF_ENDPOINT, {cached}, {by_hand}"
+    if isinstance(error, ValueError):  # no such split, no such configuration
+        return f"the hub has it otherwise ({said}); write NAME[:CONFIG or FOLDER][@SPLIT]"
+    return f"the hub cannot give it ({said}); try another of its parts, {by_hand}"
 
 
 def _suffix(path: Path) -> str:

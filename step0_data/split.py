@@ -3,6 +3,9 @@
 The rule: a conversation's *opening* (system text and first user turn) is hashed; one hash chooses the stage among those
 the row can feed, another one chooses train or eval. So a prompt never serves two stages, nor train and eval, however
 often it occurs and in however many sources, and adding rows moves no other row.
+
+Where a source has a train and a test part of its own, these take the place of the second hash. Held-out rows are
+read first: a train row that shares its opening with one of them is set aside.
 """
 
 import hashlib
@@ -47,8 +50,10 @@ class Account:
     """What became of the rows of one source: rows == sum(used) + sum(set_aside)."""
 
     source: str
-    files: list[dict]
+    files: list[dict] = field(default_factory=list)
     rows: int = 0
+    own_split: bool = False  # its own train and test parts are train and eval
+    left_out: list[str] = field(default_factory=list)  # files or splits of it that were not read
     forms: Counter = field(default_factory=Counter)
     used: Counter = field(default_factory=Counter)
     set_aside: Counter = field(default_factory=Counter)
@@ -69,12 +74,14 @@ class Account:
             "used": dict(sorted(self.used.items())),
             "set_aside": aside,
             "duplicates": self.duplicates,
+            "own_split": self.own_split,
+            "left_out": self.left_out,
         }
 
 
 def hash_inputs(datasets: Sequence[str]) -> dict[str, dict[str, str] | None]:
     """{source: {file: sha256}}; None for a hub name."""
-    return {source: _hash_files(sources.resolve(source)) for source in datasets}
+    return {plan.source: _hash_files(plan.files) for plan in sources.plan(datasets)}
 
 
 def collect(
@@ -86,19 +93,24 @@ def collect(
         UserError: a source cannot be read, a bad row without `skip_bad`, or nothing is left.
     """
     stages = {stage: {"train": [], "eval": []} for stage in formats.STAGES}
-    serves: dict[str, str] = {}  # opening: stage
+    serves: dict[str, tuple[str, str]] = {}  # opening: stage and part
     seen: set[bytes] = set()
-    accounts = []
-    for source in datasets:
-        files = sources.resolve(source)
-        rows_of = Counter()
-        account = Account(source, [])
+    accounts, work = [], []
+    for plan in sources.plan(datasets):
+        pieces, left_out = sources.pieces(plan)
+        account = Account(plan.source, own_split=any(piece.part for piece in pieces), left_out=left_out)
+        account.files = [{"file": f, "sha256": h, "rows": 0} for f, h in (_hash_files(plan.files) or {}).items()]
         accounts.append(account)
-        for file, row in sources.read(source, files):
-            if max_rows and account.rows == max_rows:
+        files = account.files or [{} for _ in pieces]
+        work += [(account, file, piece) for file, piece in zip(files, pieces, strict=True)]
+    taken = Counter()  # rows by source and part
+    for account, file, piece in sorted(work, key=lambda it: it[2].part != "eval"):
+        for row in piece.rows:
+            if max_rows and taken[id(account), piece.part] == max_rows:
                 break
+            taken[id(account), piece.part] += 1
             account.rows += 1
-            rows_of[file] += 1
+            file["rows"] = file.get("rows", 0) + 1
             try:
                 if isinstance(row.value, formats.BadRow):
                     raise row.value
@@ -110,7 +122,7 @@ def collect(
                 continue
             account.forms[form.name] += 1
             key = opening(record)
-            stage = rule.stage(form, key)
+            stage, part = rule.stage(form, key), piece.part or rule.part(key)
             fingerprint = hashlib.sha256(
                 _canonical([record.prompt, record.answer, record.rejected, record.text]).encode()
             ).digest()
@@ -126,14 +138,12 @@ def collect(
             elif stage is None:
                 reason = f"no stage wants the form {form.name!r} under these --stages and --split"
                 account.put_aside(reason, row.where)
-            elif serves.setdefault(key, stage) != stage:
-                account.put_aside(f"its prompt serves {serves[key]} already, through another row", row.where)
+            elif (place := serves.setdefault(key, (stage, part))) != (stage, part):
+                serving = place[0] if place[0] != stage else place[1]
+                account.put_aside(f"its prompt serves {serving} already, through another row", row.where)
             else:
-                part = rule.part(key)
                 stages[stage][part].append(output_row(record, stage))
                 account.used[f"{stage}/{part}"] += 1
-        for file, digest in (_hash_files(files) or {}).items():
-            account.files.append({"file": file, "sha256": digest, "rows": rows_of[_by_name(files, file)]})
     ledger = [account.entry() for account in accounts]
     if not any(rows for parts in stages.values() for rows in parts.values()):
         reasons = Counter()
@@ -189,7 +199,3 @@ def _canonical(value) -> str:
 
 def _hash_files(files) -> dict[str, str] | None:
     return None if files is None else {file.as_posix(): checkpoint.hash_file(file) for file in files}
-
-
-def _by_name(files, name: str):
-    return next(file for file in files if file.as_posix() == name)

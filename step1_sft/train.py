@@ -17,7 +17,7 @@ from common import cli  # noqa: E402
 
 def parse_args(argv=None):
     # fmt: off
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, stages=("sft",))
     group = parser.add_argument_group("model and data")
     group.add_argument("--model_name_or_path", "--model", required=True, metavar="DIR", help="base model: a folder or hub name")
     group.add_argument("--max_length", type=cli.positive, default=1024, help="tokens of a conversation; what is longer is cut and counted")
@@ -39,7 +39,7 @@ def main() -> None:
     from common import checkpoint, data, hub
 
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
-    files = data.locate_or_inherit(args.data, parent, "sft")
+    files = data.locate_or_inherit(args.data, parent, "sft", args.data_split)
     upload = cli.pick(hub.Hub, args)
     hub.check(upload)
 
@@ -49,7 +49,8 @@ def main() -> None:
     device = distributed.start(args.timeout_minutes, args.seed)
     dtype, why_dtype = models.choose_dtype(args.dtype, device)
     engine_options = cli.pick(engine.Engine, args, dtype=dtype)
-    engine.check(engine_options)
+    batches = cli.pick(supervised.Batches, args)
+    engine.check(engine_options, cli.pick(engine.Optim, args), batches.sizes())
 
     # 2. Text to tokens: the loss is on the assistant's turns only, each turn's end included.
     text = tokenizer.prepare(
@@ -60,7 +61,6 @@ def main() -> None:
     if files.eval:
         held_out, _ = data.tokenise_sft(text.tokenizer, data.read_rows(files.eval), args.max_length)
 
-    batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
     parents = {"model": args.model_name_or_path}

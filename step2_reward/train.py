@@ -18,7 +18,7 @@ from common import cli  # noqa: E402
 
 def parse_args(argv=None):
     # fmt: off
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, stages=("reward",))
     group = parser.add_argument_group("model and data")
     group.add_argument("--model_name_or_path", "--model", required=True, metavar="DIR", help="step-1 folder, or any HF model: folder or hub name")
     group.add_argument("--max_length", type=cli.positive, default=1024, help="tokens of prompt + answer; a longer answer is cut and counted")
@@ -44,7 +44,7 @@ def main() -> None:
     parent = checkpoint.require_stage(
         args.model_name_or_path, "--model", wanted=("sft", "base", "dpo", "rlhf-actor", "reward")
     )
-    files = data.locate_or_inherit(args.data, parent, "preference")
+    files = data.locate_or_inherit(args.data, parent, "preference", args.data_split)
     upload = cli.pick(hub.Hub, args)
     hub.check(upload)
 
@@ -54,7 +54,8 @@ def main() -> None:
     device = distributed.start(args.timeout_minutes, args.seed)
     dtype, why_dtype = models.choose_dtype(args.dtype, device)
     engine_options = cli.pick(engine.Engine, args, dtype=dtype)
-    engine.check(engine_options)
+    batches = cli.pick(supervised.Batches, args)
+    engine.check(engine_options, cli.pick(engine.Optim, args), batches.sizes())
 
     # 2. Text to tokens: prompt + answer + turn end, exactly what the actor will produce in step 3.
     text = tokenizer.prepare(
@@ -65,7 +66,6 @@ def main() -> None:
     if files.eval:
         held_out, _ = data.tokenise_pairs(text.tokenizer, data.read_rows(files.eval), args.max_length)
 
-    batches = cli.pick(supervised.Batches, args)
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
     parents = {"model": args.model_name_or_path}

@@ -8,7 +8,9 @@ Run     deepspeed step3_rlhf/train.py --actor models/sft --critic models/reward
 Left out: pipeline and expert parallelism.
 """
 
+import argparse
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from common.errors import UserError  # noqa: E402
 
 def parse_args(argv=None):
     # fmt: off
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, stages=("rlhf-actor", "rlhf-critic"))
     group = parser.add_argument_group("roles")
     group.add_argument("--actor", required=True, metavar="DIR", help="the model to train: a step-1 folder or any HF causal LM")
     group.add_argument("--critic", required=True, metavar="DIR", help="where the critic starts: a reward folder, an rlhf critic, or a causal LM (fresh head)")
@@ -77,6 +79,7 @@ def parse_args(argv=None):
 
     cli.add_optim_flags(parser, learning_rate=1e-6, lr_scheduler_type="linear")
     group.add_argument("--critic_learning_rate", type=float, default=5e-6, help="peak learning rate of the critic")
+    group.add_argument("--critic_weight_decay", type=float, default=None, help="default: --weight_decay")
     group = cli.add_lora_flags(parser, dropout=False)
     group.add_argument("--critic_lora_r", type=cli.natural, default=None, help="rank of the critic's; default: --lora_r")
     cli.add_engine_flags(parser)
@@ -85,9 +88,34 @@ def parse_args(argv=None):
     group.add_argument("--frozen_zero_stage", type=int, default=0, choices=[0, 1, 2, 3], help="of reference and reward models; only 3 shards anything")
     group.add_argument("--offload_frozen", action="store_true", help="reference and reward weights in host memory (needs --frozen_zero_stage 3)")
     # fmt: on
-    args = parser.parse_args(argv)
+    args = parser.parse_args(over_all_ranks(parser, sys.argv[1:] if argv is None else argv))
     check(args)
     return args
+
+
+def over_all_ranks(parser: cli.Parser, words: list[str]) -> list[str]:
+    """A command line whose batch sizes, if they are DeepSpeed-Chat's, count over all ranks and not per device."""
+    given = {name: values for name, values, _ in cli.split_words(words)}
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ours, done = [], set()
+    for size, times, total in (
+        ("--per_device_generation_batch_size", "--generation_batches", "--rollout_batch_size"),
+        ("--per_device_training_batch_size", "--gradient_accumulation_steps", "--minibatch_size"),
+    ):
+        if size not in given:
+            continue  # the parser says what to do instead
+        if total in given:
+            parser.error(f"{size} and {total} say the same; keep one of them")
+        try:
+            per_device, rounds = (cli.positive(" ".join(given.get(name, ["1"]))) for name in (size, times))
+        except (ValueError, argparse.ArgumentTypeError):
+            parser.error(f"{size} and {times} are whole numbers of at least 1")
+        meaning = [total, str(per_device * rounds * ranks)]
+        parser.note(f"{size} {per_device} x {times} {rounds} x {ranks} rank(s) is {' '.join(meaning)} here")
+        micro = [] if total == "--rollout_batch_size" else ["--per_device_train_batch_size", str(per_device)]
+        ours += meaning + micro
+        done |= {size, times}
+    return ours + [word for name, _, typed in cli.split_words(words) if name not in done for word in typed]
 
 
 def check(args) -> None:
@@ -134,7 +162,7 @@ def main() -> None:
     for spec in reward_specs:
         if not is_function(spec):
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
-    files = data.locate_or_inherit(args.data, actor_stage, "prompts")
+    files = data.locate_or_inherit(args.data, actor_stage, "prompts", args.data_split)
     upload = cli.pick(hub.Hub, args)
     hub.check(upload)
 
@@ -159,8 +187,13 @@ def main() -> None:
     actor_engine = cli.pick(engine.Engine, args, dtype=dtype)
     critic_zero_stage = args.zero_stage if args.critic_zero_stage is None else args.critic_zero_stage
     critic_engine = cli.pick(engine.Engine, args, dtype=dtype, zero_stage=critic_zero_stage)
-    engine.check(actor_engine)
-    engine.check(critic_engine)
+    actor_optim = cli.pick(engine.Optim, args)
+    critic_decay = args.weight_decay if args.critic_weight_decay is None else args.critic_weight_decay
+    critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate, weight_decay=critic_decay)
+    flags = "--minibatch_size and --per_device_train_batch_size"
+    sizes = engine.batch_sizes(args.per_device_train_batch_size, args.minibatch_size, flags)
+    engine.check(actor_engine, actor_optim, sizes)
+    engine.check(critic_engine, critic_optim, sizes, "critic")
 
     # 2. Prompts to tokens: exactly what the actor is shown.
     longest = args.max_prompt_length + args.max_completion_length
@@ -245,13 +278,12 @@ def main() -> None:
 
     actor = engine.TrainedModel(
         actor_model,
-        cli.pick(engine.Optim, args),
+        actor_optim,
         actor_engine,
         optimizer_steps,
         device,
         hybrid_engine_tokens=longest if backend == "hybrid" else 0,
     )
-    critic_optim = cli.pick(engine.Optim, args, learning_rate=args.critic_learning_rate)
     critic = engine.TrainedModel(critic_model, critic_optim, critic_engine, optimizer_steps, device)
 
     def frozen(load):

@@ -81,6 +81,34 @@ def test_locate_takes_the_root_a_stage_folder_or_a_file(root):
     assert data.locate(eval_, "sft").eval is None
 
 
+def test_shares_other_than_step_0_dealt_out_are_refused(root):
+    manifest = json.loads((root / "manifest.json").read_text())
+    (root / "manifest.json").write_text(json.dumps(manifest | {"args": {"split": [2.0, 4.0, 4.0]}}))
+    for shares in (None, "2,4,4", "20,40,40", "0.2,0.4,0.4"):
+        assert data.locate(root, "sft", shares) == data.locate_or_inherit(str(root), None, "sft", shares)
+    for shares in ("6,2,2", "2,4,5", "0,4,4"):
+        with pytest.raises(UserError, match=f"--data_split {shares}, but step 0 dealt .* out by 2,4,4; prepare it aga"):
+            data.locate(root, "sft", shares)
+        parent = {"data": {"path": str(root), "hash": "whole"}}
+        with pytest.raises(UserError, match=f"--data_split {shares}, but step 0 dealt"):
+            data.locate_or_inherit(None, parent, "sft", shares)
+    for lacking in ({"args": {}}, {"files": None}):
+        (root / "manifest.json").write_text(json.dumps(manifest | lacking))
+        with pytest.raises(UserError, match="has no record of a split by step 0; leave --data_split out"):
+            data.locate(root, "sft", "2,4,4")
+
+
+@pytest.mark.parametrize("name", ["Dahoas/rm-static", "Anthropic/hh-rlhf:harmless-base", "openai/gsm8k:main@train"])
+def test_a_name_of_the_hub_is_told_to_go_through_step_0(name):
+    with pytest.raises(UserError) as caught:
+        data.locate(name, "sft")
+    command = f"`python step0_data/prepare.py --dataset {name} --output_dir data`"
+    assert str(caught.value).endswith(f"if that is a data set of the hub, prepare it first: {command}")
+    for path in ("./a/b", "a/b/c", "/a/b", "data", "a/b/"):
+        with pytest.raises(UserError, match="--dataset tiny --output_dir data"):
+            data.locate(path, "sft")
+
+
 def test_locate_outside_a_prepared_folder_hashes_the_files(tmp_path):
     path = write(tmp_path / "mine" / "rows.parquet", ROWS["sft"])
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()

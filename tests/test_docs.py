@@ -129,7 +129,8 @@ def recorded_runs(tmp_path, capsys) -> dict[str, Path]:
         base = [ours(words) for words in commands(page) if ours(words) and "out/tiny" in shlex.join(words)]
         args = parse(module, next(words for name, words in base if name == module and "--config" not in words), capsys)
         found[module] = tmp_path / f"{module}.json"
-        found[module].write_text(json.dumps({"stage": "x", "format_version": 1, "args": args}))
+        stages = {"step1": "sft", "step2": "reward", "step3": "rlhf-actor"}
+        found[module].write_text(json.dumps({"stage": stages[module[:5]], "format_version": 1, "args": args}))
     return found
 
 

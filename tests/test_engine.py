@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from pathlib import Path
 
 import one_rank
 import pytest
@@ -310,43 +311,178 @@ def test_a_users_file_is_merged_and_changes_only_what_it_says(tmp_path, expected
 
 
 def test_merging_by_hand():
-    ours = {"a": 1, "zero_optimization": {"stage": 2, "overlap_comm": False}, "gradient_clipping": 1.0}
-    theirs = {"b": 2, "zero_optimization": {"stage": 2, "overlap_comm": True, "extra": {"x": 1}}}
-    merged = ds_config.merge(ours, theirs)
+    ours = {"prescale_gradients": 1, "zero_optimization": {"stage": 2, "overlap_comm": False}, "gradient_clipping": 1.0}
+    theirs = {"dump_state": 2, "zero_optimization": {"stage": 2, "overlap_comm": True, "extra": {"x": 1}}}
+    merged = ds_config.merge(ours, theirs, {"zero_optimization.stage": (2, "--zero_stage is 2")})
     assert merged == {
-        "a": 1, "b": 2, "gradient_clipping": 1.0,
+        "prescale_gradients": 1, "dump_state": 2, "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 2, "overlap_comm": True, "extra": {"x": 1}},
     }  # fmt: skip
     assert ours["zero_optimization"] == {"stage": 2, "overlap_comm": False}, "the inputs stay as they are"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"zero_optimization": {"stage": 3}}', ["zero_optimization.stage 3", "the flags say 2", "--zero_stage"]),
-        ('{"gradient_clipping": 0.5}', ["gradient_clipping 0.5", "the flags say 1.0", "--max_grad_norm"]),
-        ('{"bf16": {"enabled": true}}', ["bf16.enabled True", "--dtype"]),
-        ('{"fp16": {"enabled": true}}', ["fp16.enabled True", "--dtype"]),
-        ('{"train_batch_size": 8}', ["'train_batch_size'", "--per_device_train_batch_size"]),
-        ('{"train_micro_batch_size_per_gpu": 8}', ["'train_micro_batch_size_per_gpu'"]),
-        ('{"gradient_accumulation_steps": 8}', ["'gradient_accumulation_steps'"]),
-        ('{"optimizer": {"type": "Lamb", "params": {"lr": 1}}}', ["'optimizer'", "--learning_rate"]),
-        ('{"scheduler": {"type": "OneCycle", "params": {"x": 1}}}', ["'scheduler'", "--lr_scheduler_type"]),
-        ('{"zero_optimization": 3}', ["zero_optimization"]),
-        ("[]", ["holds a list"]),
-        ("{", ["ds.json"]),
-        (None, ["ds.json", "No such file"]),
-    ],
-)
+# The json that transformers' DeepSpeed page shows for ZeRO-3 with offload, "auto" wherever it has it.
+OF_TRANSFORMERS = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}, "overlap_comm": True,
+        "offload_param": {"device": "cpu", "pin_memory": False}, "contiguous_gradients": True, "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+def check(path: Path, stage: int = 2, optim: Optim = OPTIM, role: str = "", **options) -> dict:
+    """`engine.check` of a json beside flags: batches of 2 x 3 on one rank."""
+    flags = {"offload_optimizer": False, "offload_param": False, "gradient_checkpointing": False}
+    options = Engine("fp32", stage, **(flags | options), ds_config=str(path))
+    engine.check(options, optim, engine.batch_sizes(2, 6, "--a and --b"), role)
+
+
+def test_a_json_of_transformers_is_filled_from_the_flags(tmp_path, expected):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(OF_TRANSFORMERS))
+    linear = changed(OPTIM, lr_scheduler_type="linear")
+    check(path, 3, linear)
+    model = trained(3, linear, ds_config=str(path))
+    assert model.engine.zero_optimization_stage() == 3 and model.engine.config["steps_per_print"] == 2000
+    assert model.engine.zero_offload_optimizer().device == model.engine.zero_offload_param().device == "cpu"
+    assert model.engine.gradient_clipping() == linear.max_grad_norm
+    plain = trained(3, linear)
+    train(model, [6])
+    train(plain, [6])
+    for name, value in plain.state().items():
+        torch.testing.assert_close(model.state()[name], value, atol=1e-6, rtol=0)
+
+
+AGREES = [
+    {"train_batch_size": 6},
+    {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+    {"optimizer": {"type": "adamw", "params": {"lr": OPTIM.learning_rate, "weight_decay": OPTIM.weight_decay}}},
+    {"optimizer": {"type": "Adam", "params": {"betas": [OPTIM.adam_beta1, OPTIM.adam_beta2], "torch_adam": True}}},
+    {"gradient_clipping": OPTIM.max_grad_norm, "zero_optimization": {"stage": 2}, "bf16": {"enabled": False}},
+    {"scheduler": {"params": {"warmup_max_lr": OPTIM.learning_rate, "warmup_num_steps": OPTIM.warmup_steps}}},
+    {"gradient_clipping": None, "fp16": {"enabled": None}},
+    {"communication_data_type": "fp32", "activation_checkpointing": {"cpu_checkpointing": False}},
+]
+
+
+@pytest.mark.parametrize("theirs", AGREES)
+def test_what_agrees_with_the_flags_is_taken(tmp_path, theirs):
+    (tmp_path / "ds.json").write_text(json.dumps(theirs))
+    check(tmp_path / "ds.json")
+
+
+CHANGE = 'change one, or write "auto"'
+CONTRADICTS = [
+    ('{"zero_optimization": {"stage": 3}}', f"zero_optimization.stage 3, but --zero_stage is 2; {CHANGE}"),
+    ('{"zero_optimization": {"stage": true}}', "zero_optimization.stage True, but --zero_stage is 2"),
+    ('{"gradient_clipping": 0.5}', f"gradient_clipping 0.5, but --max_grad_norm is {OPTIM.max_grad_norm}"),
+    ('{"bf16": {"enabled": true}}', f"bf16.enabled True, but --dtype is fp32; {CHANGE}"),
+    ('{"fp16": {"enabled": true}}', "fp16.enabled True, but --dtype is fp32"),
+    ('{"bfloat16": {"enabled": true}}', "bfloat16.enabled True, but --dtype is fp32"),
+    ('{"torch_autocast": {"enabled": true}}', "torch_autocast.enabled True, but --dtype is fp32, and autocast"),
+    ('{"train_batch_size": 8}', f"train_batch_size 8, but --a and --b make it 6 on 1 rank(s); {CHANGE}"),
+    ('{"train_micro_batch_size_per_gpu": 8}', "gpu 8, but --per_device_train_batch_size is 2"),
+    ('{"gradient_accumulation_steps": 8}', "gradient_accumulation_steps 8, but --a and --b make it 3"),
+    ('{"optimizer": {"type": "Lamb"}}', "optimizer.type 'Lamb', but the optimizer here is AdamW"),
+    ('{"optimizer": {"params": {"lr": 1}}}', f"optimizer.params.lr 1, but --learning_rate is {OPTIM.learning_rate}"),
+    ('{"optimizer": {"params": {"weight_decay": 7}}}', f"decay 7, but --weight_decay is {OPTIM.weight_decay}"),
+    ('{"optimizer": {"params": {"betas": [0.5, 0.5]}}}', "betas [0.5, 0.5], but --adam_beta1 and --adam_beta2 are ["),
+    ('{"optimizer": {"params": {"eps": 1}}}', f"optimizer.params.eps 1, but --adam_epsilon is {OPTIM.adam_epsilon}"),
+    ('{"optimizer": {"params": {"freeze_step": 3}}}', "optimizer.params.freeze_step 3, which has no counterpart here"),
+    ('{"scheduler": {"type": "WarmupLR"}}', "scheduler.type 'WarmupLR', but --lr_scheduler_type is "),
+    ('{"scheduler": {"params": {"warmup_num_steps": 9}}}', f"steps 9, but --warmup_steps is {OPTIM.warmup_steps}"),
+    ('{"scheduler": {"params": {"total_num_steps": 9}}}', "total_num_steps 9, which has no counterpart here; remove"),
+    ('{"optimizer": 3}', "optimizer 3, which has no counterpart here"),
+    ('{"zero_optimization": 3}', "zero_optimization 3, wanted a json object"),
+    ('{"zero_optimisation": {}}', "'zero_optimisation', which is no key of DeepSpeed; the nearest is 'zero_opt"),
+    ('{"xyz": 1}', "'xyz', which is no key of DeepSpeed\n"),
+    ('{"zero_optimization": {"reduce_bucket_sise": 1}}', "DeepSpeed does not take it: 1 validation error"),
+    ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "device 'cpu', which needs --zero_stage 3, seen 2"),
+    ("[]", "holds a list, wanted a json object"),
+    ("{", "ds.json: Expecting property name"),
+    (None, "ds.json: [Errno 2] No such file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), CONTRADICTS)
 def test_a_users_file_that_contradicts_the_flags_is_refused(tmp_path, text, words):
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError) as caught:
-        engine.check(Engine("fp32", 2, False, False, False, str(path)))
-    assert "--ds_config" in str(caught.value) and "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
+        check(path)
+    assert str(caught.value).startswith("--ds_config ") and "\n" not in str(caught.value)
+    assert words in str(caught.value) + "\n"
+
+
+def test_the_critic_is_told_by_its_own_flags(tmp_path):
+    path = tmp_path / "ds.json"
+    optim = changed(OPTIM, learning_rate=0.5, weight_decay=0.25)
+    for theirs, words in (
+        ({"optimizer": {"params": {"lr": 1}}}, "--critic_learning_rate is 0.5"),
+        ({"optimizer": {"params": {"weight_decay": 1}}}, "--critic_weight_decay is 0.25"),
+        ({"zero_optimization": {"stage": 1}}, "--critic_zero_stage is 2"),
+        ({"gradient_clipping": 9}, "--max_grad_norm is"),
+    ):
+        path.write_text(json.dumps(theirs))
+        with pytest.raises(UserError, match=words):
+            check(path, optim=optim, role="critic")
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+def test_offload_by_a_flag_and_by_a_file(tmp_path, name):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {name: {"device": "none"}}}))
+    check(path, stage=3)
+    with pytest.raises(UserError, match=f"{name}.device 'none', but --{name} means 'cpu'"):
+        check(path, stage=3, **{name: True})
+    path.write_text(json.dumps({"zero_optimization": {name: {"device": "cpu"}}}))
+    check(path, stage=3)
+    check(path, stage=3, **{name: True})
+    with pytest.raises(UserError, match=f"zero_optimization.{name}.device 'cpu', which needs --zero_stage .*, seen 0"):
+        check(path, stage=0)
+
+
+def test_every_key_that_deepspeed_looks_for_is_known():
+    """Or a json that DeepSpeed understands would be refused."""
+    from deepspeed.runtime import config
+
+    asked = set()
+
+    class Asked(dict):
+        def __contains__(self, key):
+            asked.add(key)
+            return super().__contains__(key)
+
+        def get(self, key, default=None):
+            asked.add(key)
+            return super().get(key, default)
+
+        def keys(self):
+            return self
+
+        def __copy__(self):
+            return self
+
+    config.DeepSpeedConfig(Asked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1))
+    asked -= set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    assert asked | {"sequence_parallel_size"} == set(ds_config.TOP_LEVEL), "that one is asked for once ranks are joined"
 
 
 @pytest.mark.parametrize(
@@ -358,7 +494,7 @@ def test_a_users_file_that_contradicts_the_flags_is_refused(tmp_path, text, word
 )
 def test_offload_of_what_is_not_sharded_is_refused(options, words):
     with pytest.raises(UserError, match=words):
-        engine.check(Engine(*options, False, None))
+        engine.check(Engine(*options, False, None), OPTIM, {})
 
 
 # ---- answering

@@ -490,7 +490,7 @@ def options(module: str) -> dict:
     def stop(parser, *_):
         for action in parser._actions:
             if action.help != "==SUPPRESS==" and action.dest != "help":
-                unsaid = action.required or action.default in (None, False)
+                unsaid = action.required or action.default is None or action.default is False
                 found[action.option_strings[0].lstrip("-")] = "" if unsaid else str(action.default)
         raise Seen
 

@@ -211,7 +211,7 @@ BAD = {
     "mixed kinds": ({"prompt": "Q", "chosen": "A", "rejected": B}, "chosen and rejected are of different kinds"),
     "differ too early": (
         {"chosen": [*Q, *A, user("r"), *A], "rejected": [*Q, *B, user("r"), *A]},
-        "chosen differs in 3 turns",
+        "chosen and rejected part before the last turn",
     ),
     "margin no number": (
         {"prompt": "Q", "chosen": "A", "rejected": "B", "margin": "big"},

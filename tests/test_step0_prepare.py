@@ -306,7 +306,7 @@ def test_an_interrupted_run_leaves_the_old_data(tmp_path, monkeypatch):
     [
         (["--split", "1,2"], "1,2 is not three shares"),
         (["--split", "0,0,0"], "0,0,0 is not three shares"),
-        (["--split", "a,b,c"], "invalid _shares value"),
+        (["--split", "a,b,c"], "invalid shares value"),
         (["--eval_fraction", "1"], "1 is not in [0, 1)"),
         (["--dataset", "tiny", "x.jsonl"], "tiny stands alone"),
         (["--dataset", "missing.jsonl"], "missing.jsonl: no such file or folder"),

@@ -128,6 +128,68 @@ def test_a_hub_name_without_a_network_is_one_line(monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as caught:
-        list(sources.read("someone/some-data", None))
-    assert "someone/some-data: no such file or folder here, and the hub cannot give it" in str(caught.value)
+        sources.pieces(*sources.plan(["someone/some-data"]))
+    assert "someone/some-data: no such file or folder here, and the hub is switched off" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+PLANS = {  # files of the folder d, the sources as typed: (file, part) of each, what is left out
+    "a split": (["d"], ["test.jsonl", "train.jsonl"], [[("test.jsonl", "eval"), ("train.jsonl", "train")]], []),
+    "words of a name": (["d"], ["q_dev.csv", "q_train.csv"], [[("q_dev.csv", "eval"), ("q_train.csv", "train")]], []),
+    "numbers": (
+        ["d"], ["eval0.parquet", "train-00000-of-00001.parquet"],
+        [[("eval0.parquet", "eval"), ("train-00000-of-00001.parquet", "train")]], [],
+    ),
+    "folders": (
+        ["d"], ["train/b.json", "validation/a.json"], [[("train/b.json", "train"), ("validation/a.json", "eval")]], [],
+    ),
+    "the file before its folder": (
+        ["d"], ["train/test.json", "train/train.json"],
+        [[("train/test.json", "eval"), ("train/train.json", "train")]], [],
+    ),
+    "others left out": (
+        ["d"], ["a.json", "test.json", "train.json"], [[("test.json", "eval"), ("train.json", "train")]], ["a.json"],
+    ),
+    "train only": (["d"], ["a.json", "train.json"], [[("a.json", None), ("train.json", None)]], []),
+    "parts of words": (["d"], ["latest.json", "trainer.json"], [[("latest.json", None), ("trainer.json", None)]], []),
+    "each by itself": (["d/train.json", "d/test.json"], ["train.json", "test.json"],
+                       [[("train.json", "train")], [("test.json", "eval")]], []),
+    "others by themselves": (["d/a.json", "d/train.json", "d/test.json"], ["a.json", "train.json", "test.json"],
+                             [[("a.json", None)], [("train.json", "train")], [("test.json", "eval")]], []),
+    "of two folders": (["d/x/train.json", "d/y/test.json"], ["x/train.json", "y/test.json"],
+                       [[("x/train.json", None)], [("y/test.json", None)]], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_train_and_a_test_file_side_by_side_are_a_split(tmp_path, monkeypatch, name):
+    typed, files, wanted, left_out = PLANS[name]
+    folder = tmp_path / "test" / "d"  # the folders around a source say nothing
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("[]")
+    monkeypatch.chdir(folder.parent)
+    plans = sources.plan(typed)
+    found = [[(path.relative_to("d").as_posix(), part) for path, part in plan.files.items()] for plan in plans]
+    assert found == wanted
+    assert [path for plan in plans for path in plan.left_out] == [f"d/{path}" for path in left_out]
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("a", ("a", None, None)),
+        ("a/b", ("a/b", None, None)),
+        ("a/b:c", ("a/b", "c", None)),
+        ("a/b:c-d/e.f", ("a/b", "c-d/e.f", None)),
+        ("a/b@test", ("a/b", None, "test")),
+        ("a/b:c@test", ("a/b", "c", "test")),
+        ("a/b/c", None),
+        ("a b", None),
+        ("a/b:c:d", None),
+        ("/a", None),
+    ],
+)
+def test_names_on_the_hub(source, parts):
+    found = sources._HUB_NAME.match(source)
+    assert (found and found.groups()) == parts

@@ -55,6 +55,32 @@ def test_no_prompt_serves_two_stages_or_both_train_and_eval(tmp_path, first, sec
 
 
 @QUICK
+@given(first=ROWS, second=ROWS, other=ROWS)
+def test_nor_when_a_source_has_its_own_split(tmp_path, first, second, other):
+    (tmp_path / "own").mkdir(exist_ok=True)
+    for name, rows in {"own/train.jsonl": first, "own/test.jsonl": second, "other.jsonl": other}.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = [str(tmp_path / "other.jsonl"), str(tmp_path / "own")]
+    try:
+        stages, ledger = split.collect(names, RULE, 0, skip_bad=True, drop_duplicates=False)
+    except UserError as error:
+        assert "no row is left" in str(error)
+        return
+    assert all(len(places) == 1 for places in prompts_of(stages).values())
+    for entry, size in zip(ledger, (len(other), len(first) + len(second)), strict=True):
+        aside = sum(reason["rows"] for reason in entry["set_aside"].values())
+        assert sum(entry["used"].values()) + aside == entry["rows"] == size
+    # Whoever is held out by name is held out: nothing that is read later takes its place.
+    for rows in [[row] for row in second]:
+        try:
+            alone, _ = collect(tmp_path, rows, rule=split.Rule((2, 4, 4), (), 0))
+        except UserError:
+            continue
+        ((key, _),) = prompts_of(alone).items()
+        assert all(part == "eval" for _, part in prompts_of(stages)[key])
+
+
+@QUICK
 @given(rows=ROWS, more=ROWS)
 def test_adding_rows_moves_no_other_row(tmp_path, rows, more):
     try:
