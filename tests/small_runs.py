@@ -21,6 +21,7 @@ def answer(text: str) -> list[dict]:
 
 def write_data(folder: Path, **stages) -> None:
     """Prepared data of these stages, as step 0 writes them."""
+    folder.mkdir()
     output.write_stages(folder, {stage: {"train": rows, "eval": []} for stage, rows in stages.items()})
     files = {p.relative_to(folder).as_posix(): checkpoint.hash_file(p) for p in folder.glob("*/*.parquet")}
     manifest = {"format_version": 1, "hash": checkpoint.hash_tree(files), "files": files, "stages": {}, "args": {}}

@@ -46,7 +46,6 @@ def world(tmp_path_factory) -> Path:
         "sentences": {"sft": rows["sft"]},
         "equal": {"preference": [rows["preference"][0] | {"rejected": answer("Sure!")}]},
     }.items():
-        (root / name).mkdir()
         write_data(root / name, **stages)
     (root / "empty/sft").mkdir(parents=True)
     import pyarrow.parquet as pq
