@@ -387,7 +387,7 @@ def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[i
 
 # ---- the pad token
 
-_PAD_NAMES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|fim_pad|>", "<|vision_pad|>")
+_PAD_NAMES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|fim_pad|>", "<|vision_pad|>")
 _RESERVED_PREFIXES = ("<|reserved_special_token_", "<|reserved_", "<reserved_", "<unused", "[unused")
 
 

@@ -419,7 +419,7 @@ def add_model_flags(parser: Parser) -> None:
     """How models are loaded, whichever role they play."""
     group = parser.add_argument_group("models")
     group.add_argument("--chat_template", default=None, help="built-in name or jinja file; used only when the tokenizer has no template")
-    group.add_argument("--attn_implementation", default="sdpa", help="attention kernel of transformers: sdpa, eager, flash_attention_2, ...")
+    group.add_argument("--attn_implementation", default="auto", help="attention kernel of transformers: sdpa, eager, flash_attention_2, ...; auto: sdpa where the model has it")
     add_switch(group, "--trust_remote_code", False, "run Python code that comes with a model from the hub")
 
 

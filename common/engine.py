@@ -16,7 +16,7 @@ import deepspeed  # noqa: I001  after common.distributed, which quiets it
 import torch
 from torch import nn
 
-from common import adapters, distributed, ds_config, nonfinite
+from common import adapters, distributed, ds_config, models, nonfinite
 from common.errors import RunFailed, UserError
 
 
@@ -101,6 +101,7 @@ class TrainedModel:
         )
         self.module = self.engine.module
         self.module.train()
+        models.check_reading(self.engine, self.module.hf, device, exact=engine.dtype == "fp32")
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
         """The wrapped model's forward; every rank calls it equally often, since ZeRO-3 gathers weights inside."""
@@ -224,6 +225,7 @@ class FrozenModel:
                 raise UserError("--offload_frozen needs --frozen_zero_stage 3: only stage 3 shards the weights")
             self.module = self._call = load(zero3=None).to(device).requires_grad_(False)
         self.module.eval()
+        models.check_reading(self._call, self.module.hf, device, exact=dtype == "fp32")
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs) -> torch.Tensor:

@@ -5,6 +5,7 @@ right-padded. Works with any HF causal language model that takes a key-value cac
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicLayer
 
 from common.data import pad_left
+from common.errors import UserError
 from common.tensor_ops import position_ids_of
 
 # Finished rows are dropped from the batch once they make up this share of it; copying the cache costs about one step.
@@ -68,7 +70,12 @@ def generate(
         step, rows: with `params.seed`, the key of the noise; `rows` are global row numbers (default 0, 1, ...). A row's
             tokens depend on nothing else: not on the other rows, their order, padding or the batch size.
         batch_size: rows decoded at once; 0 for all.
+
+    Raises:
+        UserError: the model keeps no key-value cache.
     """
+    if "cache" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{type(model).__name__} takes no key-value cache, so it cannot be sampled from here")
     device = next(model.parameters()).device
     rows = list(range(len(prompts)) if rows is None else rows)
     noise = uniform_noise(params.seed, step, rows, params.max_new_tokens).to(device)

@@ -7,6 +7,8 @@ nor its neighbours. Legend: B batch, T padded length, V vocabulary, K positions 
 import contextlib
 import logging
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,6 +74,37 @@ def at_last_token(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.T
     return values.gather(1, last[:, None]).squeeze(1)
 
 
+@torch.no_grad()
+def check_reading(model: Callable, hf: nn.Module, device: torch.device | str, exact: bool) -> None:
+    """Refuses a model whose output at a token is changed by padding or by later tokens, by trying it on a few tokens.
+
+    Both would go unnoticed: batches are padded, so such a model learns from wrong numbers; an encoder sees the answer
+    that it should predict. A collective under ZeRO-3.
+
+    Args:
+        model: (ids, mask) -> (B, T, ...): a wrapper, or the engine it is in.
+        exact: the model computes in fp32; otherwise rounding is given some room.
+
+    Raises:
+        UserError: names the model's class and how far its output moved.
+    """
+    vocabulary = hf.config.get_text_config().vocab_size
+    a, b, c, d, e = (vocabulary * part // 7 for part in range(1, 6))
+    ids = torch.tensor([[a, b, c, d, e, e], [e, e, a, b, c, d], [a, b, c, e, e, e]], device=device)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], device=device).bool()
+    plain, shifted, other = model(ids, mask).float()
+    spread = plain[:4].std(correction=0)
+    for moved, what in (
+        ((plain[:4] - shifted[2:]).abs().mean(), "padding in front of a text"),
+        ((plain[:3] - other[:3]).abs().mean(), "a token that comes later"),
+    ):
+        if moved > spread * (1e-3 if exact else 0.1):
+            raise UserError(
+                f"{type(hf).__name__}: {what} changes its output by {float(moved / spread):.1%} of its spread; wanted "
+                "a causal language model that takes position ids and an attention mask"
+            )
+
+
 def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
     """Resolves `--dtype auto` and says why: ("fp32" | "bf16" | "fp16", reason).
 
@@ -110,7 +143,7 @@ def load_causal_lm(
     *,
     device: torch.device | str = "cpu",
     zero3: dict | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = "auto",
     trust_remote_code: bool = False,
     quantization_config=None,
 ):
@@ -120,6 +153,7 @@ def load_causal_lm(
         dtype: "fp32", "bf16" or "fp16".
         zero3: a DeepSpeed configuration of stage 3: each weight is then sharded as it is read (`zero.Init`), and the
             model must go into an engine of that configuration.
+        attn_implementation: the attention kernel; "auto": sdpa where the model has it, else its own eager one.
         quantization_config: of transformers, for a model that only answers; weights go to `device` as they are read.
 
     Raises:
@@ -144,16 +178,16 @@ def load_scalar_model(
     *,
     device: torch.device | str = "cpu",
     zero3: dict | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = "auto",
     trust_remote_code: bool = False,
-    fresh_head_std: float | None = None,
+    fresh_head_std: Callable[[int], float] | None = None,
     seed: int = 0,
 ) -> tuple[ScalarModel, bool]:
     """A sequence classifier with one label, and whether its head is fresh.
 
     Args:
-        fresh_head_std: spread of the head's weights where the folder holds a causal language model (0.0: all zeros);
-            None: such a folder is refused, since a random head scores at random.
+        fresh_head_std: the spread of the head's weights by its input width, where the folder holds a causal language
+            model (0.0: all zeros); None: such a folder is refused, since a random head scores at random.
 
     Raises:
         UserError: no such model, missing weights, or more than one label.
@@ -163,6 +197,11 @@ def load_scalar_model(
     model, info = _from_pretrained(
         AutoModelForSequenceClassification, path, dtype, zero3, attn_implementation, trust_remote_code, num_labels=1
     )
+    if not hasattr(model, "score"):  # encoders pool a whole text; a critic needs a value at each token
+        raise UserError(
+            f"{path} is a {type(model).__name__}, which has no linear head `score` over the tokens' hidden states; "
+            "wanted a decoder such as Llama, Qwen, GPT-2 or OPT"
+        )
     missing = set(info["missing_keys"])
     fresh = "score.weight" in missing
     if missing - {"score.weight"}:
@@ -172,18 +211,13 @@ def load_scalar_model(
             f"{path} has no trained scalar head; make one with `python step2_reward/train.py --model {path}`"
         )
     if fresh:
-        _draw_head(model.score.weight, fresh_head_std, seed)
+        _draw_head(model.score.weight, fresh_head_std(model.score.in_features), seed)
     return ScalarModel(_ready(model, device, zero3)), fresh
 
 
-def fresh_reward_head_std(hidden_size: int) -> float:
-    """1 / sqrt(H + 1), so that fresh scores have a spread of about 1 (Stiennon et al. 2020, lm-human-preferences)."""
-    return 1 / math.sqrt(hidden_size + 1)
-
-
-def hidden_size_of(path: str | Path, trust_remote_code: bool = False) -> int:
-    """The width of the last hidden state, read from the configuration alone."""
-    return read_config(path, trust_remote_code).get_text_config().hidden_size
+def fresh_reward_head_std(width: int) -> float:
+    """1 / sqrt(W + 1), so that fresh scores have a spread of about 1 (Stiennon et al. 2020, lm-human-preferences)."""
+    return 1 / math.sqrt(width + 1)
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False):
@@ -211,17 +245,23 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def check_length(config, length: int, what: str) -> None:
-    """Refuses sequences longer than the model has positions for.
+def check_length(config, length: int, what: str, whose: str = "the model") -> None:
+    """Refuses sequences longer than a model has positions for.
 
     Raises:
         UserError: names both numbers and the flags (`what`) that decide the length.
     """
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit and length > limit:
+    limit = positions_of(config)
+    if length > limit:
         raise UserError(
-            f"{what}: {length} tokens a sequence asked for, the model has positions for {limit}; lower to that or less"
+            f"{what}: {length} tokens a sequence asked for, {whose} has positions for {limit}; lower to that or less"
         )
+
+
+def positions_of(config) -> float:
+    """The longest sequence a model has positions for; infinity where there is no such limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit and limit > 0 else math.inf
 
 
 def stop_ids_of(path: str | Path) -> list[int]:
@@ -301,20 +341,28 @@ def _from_pretrained(cls, path, dtype, zero3, attn_implementation, trust_remote_
     labels = (config.architectures or [""])[0].endswith("ForSequenceClassification") and config.num_labels
     if "num_labels" in kwargs and labels and labels != 1:
         raise UserError(f"{path} classifies into {labels} labels, wanted a reward model with 1 (num_labels)")
+    kind = cls.__name__.removeprefix("AutoModelFor")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{path} is an encoder-decoder ({config.model_type}); wanted a decoder-only language model")
     try:
         with _sharded_init(zero3):
             return cls.from_pretrained(
                 str(path),
                 dtype=DTYPES[dtype],
-                attn_implementation=attn_implementation,
+                attn_implementation=None if attn_implementation == "auto" else attn_implementation,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **kwargs,
             )
     except Exception as error:
-        raise UserError(
-            f"{path} could not be loaded as {cls.__name__.removeprefix('Auto')}: {_first_line(error)}"
-        ) from error
+        why = _first_line(error)
+        if why.startswith("Unrecognized configuration class"):
+            why = f"transformers has no such class for {config.model_type} models; take a model of another family"
+        elif "ignore_mismatched_sizes" in why:
+            why = "its weights have other shapes than its config.json says"
+        elif attn_implementation != "auto" and re.search("attention|attn|kernels", why, re.IGNORECASE):
+            why = f"{why.split('. ')[0]}; --attn_implementation auto takes what the model has"
+        raise UserError(f"{path} could not be loaded as {kind}: {why}") from error
 
 
 @contextlib.contextmanager

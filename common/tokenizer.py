@@ -29,8 +29,13 @@ class Prepared:
         return self.tokenizer.pad_token_id
 
     def fit(self, hf: nn.Module, zero3: dict | None) -> bool:
-        """Gives a model a row for every token and the same special tokens. True: embedding rows were added."""
-        grown = models.grow_embeddings(hf, len(self.tokenizer), zero3)
+        """Gives a model a row for every token and the same special tokens. True: embedding rows were added.
+
+        A critic or a reference of another size gets as many rows as the actor: Qwen2.5 7B has 128 more than 0.5B, and
+        what lies beyond the tokenizer can be sampled all the same.
+        """
+        rows = max(len(self.tokenizer), self.config.get_text_config().vocab_size)
+        grown = models.grow_embeddings(hf, rows, zero3)
         models.set_special_tokens(hf, self.tokenizer, self.stop_ids)
         return grown
 

@@ -91,7 +91,7 @@ def main() -> None:
             zero3=zero3,
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
-            fresh_head_std=models.fresh_reward_head_std(text.config.get_text_config().hidden_size),
+            fresh_head_std=models.fresh_reward_head_std,
             seed=args.seed,
         )
         text.fit(model.hf, zero3)

@@ -18,7 +18,7 @@ from common.engine import FrozenModel
 from common.errors import RunFailed, UserError
 from common.functions import is_function
 from common.generation import Rollout
-from common.models import at_last_token
+from common.models import at_last_token, positions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class RewardModel:
 
     def __init__(self, name: str, model: FrozenModel, tokenizer, actor_tokenizer, norm: str, mean: float, std: float):
         self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.config = model.module.hf.config
         self.same_tokens = same_tokenizer(tokenizer, actor_tokenizer)
         self.shift = 0.0 if norm == "none" else mean
         self.scale = max(std, 1e-6) if norm == "standardize" else 1.0
@@ -61,10 +62,10 @@ class RewardModel:
     def __call__(self, answers: Answers) -> torch.Tensor:
         rollout = answers.rollout
         device = rollout.response.device
-        if self.same_tokens:
-            ids = torch.cat([rollout.query, rollout.response], 1)
-            mask = torch.cat([rollout.query_mask, rollout.mask], 1)
-        else:
+        ids = torch.cat([rollout.query, rollout.response], 1)
+        mask = torch.cat([rollout.query_mask, rollout.mask], 1)
+        # An actor may have spare rows that this model has not; what it samples there has no text.
+        if not self.same_tokens or (len(ids) and ids.max() >= self.config.get_text_config().vocab_size):
             ids, mask = (x.to(device) for x in self._retokenise(answers))
         scores = torch.zeros(len(ids), device=device)
         for number in range(answers.num_forwards):
@@ -80,10 +81,19 @@ class RewardModel:
 
     def _retokenise(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
         """The same conversations in this model's tokens; an answer cut by length gets no turn end here either."""
-        rows = [
-            chat_format.encode_scored(self.tokenizer, [*row["prompt"], {"role": "assistant", "content": text}], cut)
-            for row, text, cut in zip(answers.rows, answers.texts, answers.rollout.truncated.tolist(), strict=True)
-        ]
+        try:
+            rows = [
+                chat_format.encode_scored(self.tokenizer, [*row["prompt"], {"role": "assistant", "content": text}], cut)
+                for row, text, cut in zip(answers.rows, answers.texts, answers.rollout.truncated.tolist(), strict=True)
+            ]
+        except chat_format.RowError as error:
+            raise UserError(f"the reward model {self.name} cannot read a prompt: {error}") from error
+        limit = positions_of(self.config)
+        if (longest := max(map(len, rows), default=0)) > limit:
+            raise UserError(
+                f"a response with its prompt is {longest} tokens for the reward model {self.name}, which has positions "
+                f"for {limit}; lower --max_prompt_length or --max_completion_length"
+            )
         return data.pad_right(rows, self.tokenizer.pad_token_id or 0)
 
 

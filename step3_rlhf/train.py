@@ -207,6 +207,12 @@ def main() -> None:
         )
     functions = {spec: load_function(spec, "--reward")[0] for spec in reward_specs if is_function(spec)}
     stats = {spec: rewards.read_stats(spec, args.score_norm) for spec in reward_specs if spec not in functions}
+    for path in [args.critic, *stats]:
+        config = models.read_config(path, args.trust_remote_code)
+        models.check_length(config, longest, length_flags, whose=path)
+    reward_tokenizers = {spec: models.load_tokenizer(spec, args.trust_remote_code) for spec in stats}
+    for reward_tokenizer in reward_tokenizers.values():
+        chat_format.ensure_template(reward_tokenizer, args.chat_template)
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
@@ -270,7 +276,7 @@ def main() -> None:
         return model
 
     def critic_model(zero3):
-        model = scalar_model(args.critic, fresh_head_std=0.0)(zero3)
+        model = scalar_model(args.critic, fresh_head_std=lambda width: 0.0)(zero3)
         text.fit(model.hf, zero3)
         if adapted := adapters.add(model.hf, critic_lora, args.seed):
             log.say(f"critic: {adapted}")
@@ -301,10 +307,9 @@ def main() -> None:
         if spec in functions:
             sources.append(rewards.RewardFunction(name, functions[spec]))
             continue
-        reward_tokenizer = models.load_tokenizer(spec, args.trust_remote_code)
-        chat_format.ensure_template(reward_tokenizer, args.chat_template)
+        model = frozen(scalar_model(spec))
         source = rewards.RewardModel(
-            name, frozen(scalar_model(spec)), reward_tokenizer, text.tokenizer, args.score_norm, *stats[spec]
+            name, model, reward_tokenizers[spec], text.tokenizer, args.score_norm, *stats[spec]
         )
         sources.append(source)
         log.say(

@@ -70,7 +70,45 @@ def qwen_like(template: str | None = QWEN_LIKE_TEMPLATE) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def sentencepiece_llama(folder: Path, prefix_space: bool = False) -> PreTrainedTokenizerBase:
+# As Qwen 3: a default empty thought in the last answer, and thoughts dropped from earlier ones.
+QWEN3_LIKE_TEMPLATE = (
+    "{%- for message in messages %}{%- set content = message['content'] %}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}"
+    "{%- if loop.last %}{%- set content = '<think>\\n\\n</think>\\n\\n' + content %}{%- endif %}"
+    "{%- endif %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+# As Llama 2 and Mistral, which print the turn end after an answer and need BOS once, in front.
+INST_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def byte_level_files(folder: Path, special: list[str], vocab_size: int = 340, **config) -> PreTrainedTokenizerBase:
+    """`vocab.json` and `merges.txt` loaded through AutoTokenizer, as OPT, GPT-2, Qwen and Pythia come.
+
+    Args:
+        special: the first tokens of the vocabulary, never split.
+        config: what `tokenizer_config.json` says, its `tokenizer_class` above all.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = json.loads(_byte_level(vocab_size, special).to_str())["model"]
+    merges = [" ".join(pair) for pair in model["merges"]]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": special} | config))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def sentencepiece_llama(folder: Path, prefix_space: bool = False, **changes) -> PreTrainedTokenizerBase:
     """A trained `tokenizer.model` loaded through AutoTokenizer; `prefix_space`: as Llama 2, "a" becomes "\u2581a"."""
     folder.mkdir(parents=True, exist_ok=True)
     sentencepiece.SentencePieceTrainer.train(
@@ -93,9 +131,49 @@ def sentencepiece_llama(folder: Path, prefix_space: bool = False) -> PreTrainedT
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
-    }
+    } | changes
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return AutoTokenizer.from_pretrained(folder)
+
+
+# ---- the kinds that model families come with, each from the files and by the class of the real one
+
+END = "<|endoftext|>"
+
+
+def llama_2(folder: Path) -> PreTrainedTokenizerBase:
+    """sentencepiece; BOS before any text, [INST], no pad token. Mistral's is of the same kind."""
+    return sentencepiece_llama(folder, prefix_space=True, add_bos_token=True, chat_template=INST_TEMPLATE)
+
+
+def qwen_2_instruct(folder: Path) -> PreTrainedTokenizerBase:
+    """ChatML with an EOS that ends turns, and another token for padding."""
+    turns = {"eos_token": "<|im_end|>", "pad_token": END, "chat_template": QWEN_LIKE_TEMPLATE}
+    return byte_level_files(folder, [END, "<|im_start|>", "<|im_end|>"], tokenizer_class="Qwen2Tokenizer", **turns)
+
+
+def qwen_3_base(folder: Path) -> PreTrainedTokenizerBase:
+    """ChatML with thoughts; <|endoftext|> is EOS and pad, turns end in another token."""
+    turns = {"eos_token": END, "pad_token": END, "chat_template": QWEN3_LIKE_TEMPLATE}
+    return byte_level_files(folder, [END, "<|im_start|>", "<|im_end|>"], tokenizer_class="Qwen2Tokenizer", **turns)
+
+
+def gpt_2(folder: Path) -> PreTrainedTokenizerBase:
+    """BOS = EOS = <unk>, no pad token, no template."""
+    return byte_level_files(folder, [END], tokenizer_class="GPT2Tokenizer")
+
+
+def opt(folder: Path) -> PreTrainedTokenizerBase:
+    """</s>, id 2, before any text and after it; pad has id 1; no template."""
+    names = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    return byte_level_files(folder, special, tokenizer_class="GPT2Tokenizer", add_bos_token=True, **names)
+
+
+def pythia(folder: Path) -> PreTrainedTokenizerBase:
+    """<|endoftext|> for everything, padding included, though there is a <|padding|>; no template."""
+    names = dict.fromkeys(["bos_token", "eos_token", "unk_token", "pad_token"], END)
+    return byte_level_files(folder, [END, "<|padding|>"], tokenizer_class="GPTNeoXTokenizer", **names)
 
 
 def words() -> PreTrainedTokenizerBase:

@@ -187,7 +187,7 @@ def test_embeddings_grow_alike_whole_and_sharded(load, tmp_path):
             model = load(folder, zero3=zero3)
             hf = model.hf if hasattr(model, "hf") else model
             assert models.grow_embeddings(hf, 360, zero3)
-            return LanguageModel(hf)
+            return model if hasattr(model, "hf") else LanguageModel(hf)
 
         options = Engine("fp32", stage, False, False, False, None)
         states.append(TrainedModel(loading, OPTIM, options, 1, one_rank.start()).state())

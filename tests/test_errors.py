@@ -1,6 +1,5 @@
 """Mistakes on the command line: exit code 2, one line of what was seen, wanted and to do, and nothing left behind."""
 
-import atexit
 import json
 import os
 import subprocess
@@ -10,28 +9,16 @@ from pathlib import Path
 import one_rank
 import pytest
 from small_models import save_gpt2, save_llama, save_reward
+from small_runs import answer, mistake, snapshot, write_data
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from common import checkpoint, cli, distributed
-from step0_data import output
+from common import checkpoint, distributed
 from step1_sft import train as sft
 from step2_reward import train as reward
 from step3_rlhf import train as rlhf
 
 ROOT = Path(__file__).resolve().parents[1]
 USER = [{"role": "user", "content": "What is an apple pie?"}]
-
-
-def answer(text: str) -> list[dict]:
-    return [{"role": "assistant", "content": text}]
-
-
-def write_data(folder: Path, **stages) -> None:
-    """Prepared data of these stages, as step 0 writes them."""
-    output.write_stages(folder, {stage: {"train": rows, "eval": []} for stage, rows in stages.items()})
-    files = {p.relative_to(folder).as_posix(): checkpoint.hash_file(p) for p in folder.glob("*/*.parquet")}
-    manifest = {"format_version": 1, "hash": checkpoint.hash_tree(files), "files": files, "stages": {}, "args": {}}
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"sources": [], "seed": 1}))
 
 
 def publish(folder: Path, stage: str, save, data: dict | None = None) -> None:
@@ -59,7 +46,6 @@ def world(tmp_path_factory) -> Path:
         "sentences": {"sft": rows["sft"]},
         "equal": {"preference": [rows["preference"][0] | {"rejected": answer("Sure!")}]},
     }.items():
-        (root / name).mkdir()
         write_data(root / name, **stages)
     (root / "empty/sft").mkdir(parents=True)
     import pyarrow.parquet as pq
@@ -93,47 +79,6 @@ def world(tmp_path_factory) -> Path:
     code = "def good(prompts, completions, **columns): return [0.0] * len(prompts)\ndef bad(texts): return []\n"
     (root / "rewards.py").write_text(code)
     return root
-
-
-def leave_nothing(monkeypatch) -> list:
-    """Collects what our files do at exit, since the test process goes on."""
-    ours, register = [], atexit.register
-
-    def collect(function, *args):
-        is_ours = type(getattr(function, "__self__", None)).__module__.startswith("common.")
-        return ours.append(function) if is_ours else register(function, *args)
-
-    monkeypatch.setattr(atexit, "register", collect)
-    return ours
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
-
-
-def mistake(world: Path, module, words: str, monkeypatch, capfd) -> str:
-    """Runs an entry script in the world's folder; returns the one line it leaves on stderr."""
-    one_rank.start()
-    environment = dict(os.environ)
-    monkeypatch.chdir(world)
-    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-    at_exit = leave_nothing(monkeypatch)
-    before = snapshot(world)
-    capfd.readouterr()
-    try:
-        try:
-            code = cli.run(module.main)
-        except SystemExit as end:
-            code = end.code
-        for function in reversed(at_exit):
-            function()
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-    error = capfd.readouterr().err
-    assert code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
-    assert snapshot(world) == before, "something was left behind"
-    return error
 
 
 SFT = "--model sft --output_dir out "
@@ -222,15 +167,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("module", "words", "message"), CASES, ids=[f"{m.__name__[:5]} {w}" for m, w, _ in CASES])
-def test_a_mistake_is_told_in_one_line_and_leaves_nothing(module, words, message, world, monkeypatch, capfd):
-    assert message in mistake(world, module, words, monkeypatch, capfd)
+def test_a_mistake_is_told_in_one_line_and_leaves_nothing(module, words, message, world, capfd):
+    assert message in mistake(world, module, words, capfd)
 
 
-def test_a_folder_that_another_run_writes_to_is_refused(world, monkeypatch, capfd):
+def test_a_folder_that_another_run_writes_to_is_refused(world, capfd):
     run = checkpoint.RunFolder(world / "busy")
     try:
         words = "--model sft --output_dir busy"
-        assert f"busy is being written by process {os.getpid()}" in mistake(world, sft, words, monkeypatch, capfd)
+        assert f"busy is being written by process {os.getpid()}" in mistake(world, sft, words, capfd)
     finally:
         run.release()
 
@@ -242,7 +187,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(world, monkeypatch, capf
 def test_every_rank_needs_a_response(flags, responses, world, monkeypatch, capfd):
     one_rank.start()
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
-    error = mistake(world, rlhf, RL + flags, monkeypatch, capfd)
+    error = mistake(world, rlhf, RL + flags, capfd)
     assert f"a step of {responses} responses is less than the 4 ranks" in error
 
 

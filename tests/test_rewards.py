@@ -49,6 +49,7 @@ class Counting:
     def __init__(self, folder: Path):
         model, _ = load_scalar_model(folder)
         self.frozen, self.sizes = FrozenModel(lambda zero3: model, "fp32", 0, False, CPU), []
+        self.module = self.frozen.module
 
     def __call__(self, ids, mask):
         self.sizes.append(len(ids))
