@@ -53,7 +53,8 @@ def test_all_stages_at_full_length(root, shape, zero):
         "step1_sft/train.py": f"--model {shape} --output_dir {out}/sft --max_length 512 {template} {common}",
         "step2_reward/train.py": f"--model {out}/sft --output_dir {out}/reward --max_length 512 {common}",
         "step3_rlhf/train.py": f"--actor {out}/sft --critic {out}/reward --output_dir {out}/rlhf "
-        f"--rollout_batch_size 4 --minibatch_size 2 --max_prompt_length 448 --max_completion_length 64 --frozen_zero_stage {zero} {common}",
+        "--rollout_batch_size 4 --minibatch_size 2 --max_prompt_length 448 --max_completion_length 64 "
+        f"--frozen_zero_stage {zero} {common}",
     }
     for script, flags in lines.items():
         done = stage_processes.run(script, flags, root, timeout=300)
