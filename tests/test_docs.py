@@ -22,7 +22,7 @@ STEPS = {
     "step3_rlhf/README.md": "step3_rlhf.train",
 }
 PAGES = ["README.md", "step0_data/README.md", *STEPS]
-TOOLS = ["scripts.evaluate", "scripts.chat", "scripts.benchmark", "scripts.tiny_summary"]
+TOOLS = ["scripts.evaluate", "scripts.chat", "scripts.benchmark", "scripts.tiny_summary", "scripts.plan"]
 ENTRY_SCRIPTS = ["step0_data.prepare", *STEPS.values(), *TOOLS]
 LAUNCHERS = ("python", "deepspeed", "torchrun")
 # Flags of programs that are not ours.
