@@ -9,6 +9,7 @@ Reads   commands of steps 1 to 3 and of scripts/evaluate.py, each after a `--`; 
 Writes  nothing. Exits with 2 if something cannot fit, and names a change with which it would.
 
 The figures are arithmetic for rows at full length (common/memory.py), and so are the seconds. Nothing is measured.
+Left out: what DeepSpeed's hybrid engine keeps for itself, and a --ds_config of the user's own.
 """
 
 import copy

@@ -31,7 +31,6 @@ read -ra reward_flags <<< "${REWARD_FLAGS:-}"
 read -ra rlhf_flags <<< "${RLHF_FLAGS:-}"
 read -ra evaluation_flags <<< "${EVALUATION_FLAGS:-}"
 
-# bf16 needs no loss scaling and every GPU that a 7B model fits has it; on a CPU `auto` is fp32.
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 num_gpus=${NUM_GPUS:-$gpus}
 [[ $num_gpus =~ ^[1-9][0-9]*$ && $max_steps =~ ^[0-9]+$ ]] || {
@@ -39,8 +38,17 @@ num_gpus=${NUM_GPUS:-$gpus}
         "with NUM_GPUS=2 and tiny models the recipe runs on a CPU" >&2
     exit 2
 }
+((gpus == 0 || num_gpus <= gpus)) || [[ -n ${LAUNCH:-} ]] || {
+    echo "error: NUM_GPUS=$num_gpus, but $gpus are visible; for several machines set LAUNCH and NUM_NODES too" >&2
+    exit 2
+}
+# bf16 needs no loss scaling and every GPU that a 7B model fits has it; on a CPU `auto` is fp32.
 if ((gpus)); then dtype=bf16 launch="deepspeed --num_gpus $num_gpus"
 else dtype=auto launch="deepspeed --num_accelerators $num_gpus"; fi
+if ((gpus)) && [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then # DeepSpeed would ignore it beside --num_gpus
+    CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$num_gpus" <<< "$CUDA_VISIBLE_DEVICES")
+    launch=deepspeed
+fi
 read -ra launch <<< "${LAUNCH:-$launch}"
 same_settings "SEED=$seed BASE_MODEL=$base REWARD_BASE=$reward_base DATASETS=${datasets[*]} MAX_STEPS=$max_steps"
 

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "${GPUS:-0}"; exit; }
 printf "%s\\0" "$@" >> "$LOG"; printf "\\n\\0" >> "$LOG"
+echo "${CUDA_VISIBLE_DEVICES:-}" > "$LOG.gpus"
 [[ $1 != scripts/plan.py ]] || exit "${PLAN_SAYS:-0}"
 """
 

@@ -136,6 +136,8 @@ def test_seconds_are_floating_point_operations_by_hand(bases, tmp_path, capsys):
     stages = planned(words, capsys)["stages"]
     forward = 2 * 7_615_616_512 + 2 * 28 * 3584 * 1024
     assert stages["sft"]["seconds"] == pytest.approx(4 * forward * 8 * 8 * 1024 / (8 * 1e14))
+    scalar = 2 * (1_543_714_304 + 1536) + 2 * 28 * 1536 * 1024  # a pair is two rows
+    assert stages["reward"]["seconds"] == pytest.approx(4 * scalar * 8 * 8 * 2 * 1024 / (8 * 1e14))
     tokens, length = 512 * 768, 768
     actor = 2 * 7_615_616_512 + 2 * 28 * 3584 * length
     critic = 2 * (1_543_714_304 + 1536) + 2 * 28 * 1536 * length

@@ -18,7 +18,7 @@ import small_tokenizers
 import torch
 from small_models import SIZE
 from stub_recipe import StubRecipe
-from test_docs import fenced
+from test_docs import fenced, tables
 from test_plan import published
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -121,6 +121,15 @@ def test_many_gpus_still_run_one_forward_a_step(recipe, tmp_path):
     assert recipe.calls[0][1:5] == ["--num_gpus", "64", "--num_nodes", "8"]
 
 
+def test_only_gpus_that_are_visible_are_used(recipe, tmp_path):
+    """DeepSpeed's --num_gpus takes the machine's first ones, whatever CUDA_VISIBLE_DEVICES says."""
+    _, commands = recipe.run(GPUS="4", CUDA_VISIBLE_DEVICES="2,3,6,7", NUM_GPUS="3", OUT=str(tmp_path))
+    assert commands["sft"][:2] == ["deepspeed", "step1_sft/train.py"]
+    assert (recipe.root / "log.gpus").read_text() == "2,3,6\n" and recipe.calls[0][2] == "3"
+    done, commands = recipe.run(GPUS="4", NUM_GPUS="8", OUT=str(tmp_path))
+    assert done.returncode == 2 and commands == {} and "NUM_GPUS=8, but 4 are visible" in done.stderr
+
+
 def test_without_a_gpu_it_asks_for_a_number_of_ranks(recipe, tmp_path):
     done, commands = recipe.run(OUT=str(tmp_path))
     assert done.returncode == 2 and commands == {} and "with NUM_GPUS=2 and tiny models" in done.stderr
@@ -178,6 +187,21 @@ def test_the_readme_shows_the_plan_as_it_is(default_plan):
         return [re.sub(r"for .*?, free|free [\d.]+", "free", line) for line in lines if not line.startswith("disk")]
 
     assert fixed(shown) == fixed(default_plan[1])
+
+
+def test_the_readmes_costs_are_the_plans(default_plan, capsys):
+    """Seconds of the plan; HH's 160,800 pairs, of which 5 % are held out, in shares of 20, 40 and 40 %; 8 GPUs."""
+    words = default_plan[0]
+    plan.main(["--json", *words])
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    table = next(t for t in tables((ROOT / "README.md").read_text()) if t[0][-1] == "GPU hours")
+    said = {row[0]: [float(re.match(r"[\d.]+", cell)[0]) for cell in row[1:]] for row in table[1:]}
+    rows = 160_800 * 0.95
+    steps = {"SFT": 0.2 * rows / 128, "reward model": 0.4 * rows / 256, "PPO": 0.4 * rows / 512, "evaluation": 1}
+    assert [round(steps[name]) for name in ("SFT", "reward model", "PPO")] == [239, 239, 119]
+    for name, stage in zip(said, stages.values(), strict=True):
+        assert said[name][0] == pytest.approx(stage["seconds"], rel=0.02), name
+        assert said[name][1] == pytest.approx(stage["seconds"] * steps[name] * 8 / 3600, rel=0.1), name
 
 
 # ---- the whole of it, on two CPU ranks
