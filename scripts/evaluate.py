@@ -152,7 +152,9 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed", "batch_size")}
     sampling["max_new_tokens"] = args.max_completion_length
     entries, everything = [], []
+    model = None
     for path in args.model:
+        del model  # its memory is needed for the next one
         model = Answerer(path, **load)
         answers = model.sample(prompts, spread, step=0, **sampling)
         columns = {"score": judge(answers)}

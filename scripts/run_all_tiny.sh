@@ -15,31 +15,11 @@ set -euo pipefail
 [[ $# == 0 ]] || { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; echo "error: settings go in front: SEED=2 bash $0" >&2; exit 2; }
 
 main() { # one function, so that bash has read all of it before it starts: the file may change meanwhile
-root=$(cd "$(dirname "$0")/.." && pwd)
-out=$(realpath -m --relative-base="$root" "${OUT:-$root/out/tiny}") # a relative OUT is meant from where you are
-cd "$root"
-seed=${SEED:-1}
+source "$(dirname "$0")/recipe.sh"
 shuffle=${SHUFFLE_PREFERENCES:-0}
-[[ $seed =~ ^[0-9]+$ ]] || { echo "error: SEED=$seed is not a whole number of at least 0" >&2; exit 2; }
-
-bash scripts/setup.sh
-source .venv/bin/activate
+begin out/tiny
 read -ra launch <<< "${LAUNCH:-python}"
-# Threads that wait sleep instead of spinning: ten times faster as soon as anything else wants the cores.
-export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
-
-# Finished stages are kept, so a folder belongs to one seed: stages of two would be mixed without a word.
-mkdir -p "$out"
-settings="SEED=$seed SHUFFLE_PREFERENCES=$shuffle"
-if [[ -f $out/settings && $(< "$out/settings") != "$settings" ]]; then
-    echo "error: $out was made with $(< "$out/settings"), now it is $settings; choose another OUT or remove $out" >&2
-    exit 2
-fi
-echo "$settings" > "$out/settings"
-
-stage() { # stage NAME FILE_THAT_MARKS_THE_END COMMAND...
-    python scripts/run_stage.py --name "$1" --done "$2" --logs "$out/logs" -- "${@:3}"
-}
+same_settings "SEED=$seed SHUFFLE_PREFERENCES=$shuffle"
 
 # Step 0. Templated dialogues, a sentencepiece tokenizer and an untrained Llama of 0.9 M parameters, made on the spot.
 prepare=(python step0_data/prepare.py --dataset tiny --output_dir "$out/data" --seed "$seed")
@@ -82,8 +62,7 @@ stage evaluation "$out/evaluation.json" python scripts/evaluate.py \
 
 python scripts/tiny_summary.py --out "$out"
 
-# A page to look at, last. The run is good without it: what goes wrong here is said, and fails nothing.
 echo
-python scripts/report.py "$out" || echo "no report page (see above); again with: python scripts/report.py $out" >&2
+report
 }
 main

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import small_models
 import torch
+from stub_recipe import StubRecipe
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.chat_format import encode_conversation, encode_prompt
@@ -199,25 +200,9 @@ def test_on_a_terminal_a_stage_has_one_and_its_log_is_plain(tmp_path):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """(commands of run_all_tiny.sh by stage, run) with set-up and Python stubbed out."""
-    root = tmp_path_factory.mktemp("recipe")
-    (root / "scripts").mkdir()
-    (root / ".venv" / "bin").mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "run_all_tiny.sh", root / "scripts")
-    (root / "scripts" / "setup.sh").write_text("exit 0\n")
-    (root / ".venv" / "bin" / "activate").write_text(f'PATH="{root}/.venv/bin:$PATH"\n')
-    python = root / ".venv" / "bin" / "python"
-    python.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" >> "$LOG"; printf "\\n\\0" >> "$LOG"\n')
-    python.chmod(0o755)
-
-    def run(**env):
-        log = root / "log"
-        log.write_text("")
-        done = bash(root / "scripts" / "run_all_tiny.sh", cwd="/", LOG=str(log), **env)
-        calls = [call.split("\0")[:-1] for call in log.read_text().split("\n\0")[:-1]]
-        return done, {call[2]: call[call.index("--") + 1 :] for call in calls if call[0] == "scripts/run_stage.py"}
-
-    return root, run
+    """(folder, run) of run_all_tiny.sh; run returns what it did and its commands by stage."""
+    stub = StubRecipe(tmp_path_factory.mktemp("recipe") / "root", "run_all_tiny.sh")
+    return stub.root, stub.run
 
 
 def test_the_recipe_calls_the_stages_in_order_with_seed_and_out(recipe, tmp_path):
