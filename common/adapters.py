@@ -63,6 +63,10 @@ def add(hf: nn.Module, lora: Lora, seed: int) -> str | None:
         _inject(hf, config)
     if is_scalar:
         hf.score.requires_grad_(True)
+    if any(len(layer.lora_embedding_A) for layer in _layers(hf).values()):
+        raise UserError("--lora_target_modules: embeddings cannot be adapted here; name linear layers, or all-linear")
+    if is_tied(hf) and any(layer is hf.get_output_embeddings() for layer in _layers(hf).values()):
+        raise UserError("--lora_target_modules: the output layer is tied to the embedding here and cannot be adapted")
     kinds = sorted({name.rpartition(".")[2] for name in _layers(hf)})
     for name in names:
         if name != "all-linear" and not any(layer.endswith(name) for layer in _layers(hf)):
@@ -75,6 +79,10 @@ def add_like(hf: nn.Module, other: nn.Module) -> None:
     if present(other):
         with torch.random.fork_rng():
             _inject(hf, other.peft_config[_NAME])
+
+
+def is_tied(hf: nn.Module) -> bool:
+    return bool(getattr(hf.config.get_text_config(), "tie_word_embeddings", False))
 
 
 def present(hf: nn.Module) -> bool:

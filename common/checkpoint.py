@@ -225,6 +225,10 @@ def require_stage(folder: str | Path, flag: str, wanted: tuple[str, ...]) -> dic
         raise UserError(f"{flag} {folder} is a file; wanted a model folder; {make}")
     record = read_stage(path)
     if record is None:
+        if any(path.glob("checkpoint-*")) and (path / "metrics.jsonl").exists():
+            raise UserError(
+                f"{flag} {folder} is of a run that did not finish; go on with it by --resume_from_checkpoint first"
+            )
         if (path / "config.json").exists():
             return None
         inner = [name for name in ("actor", "critic") if (path / name / STAGE_FILE).exists()]

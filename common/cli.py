@@ -11,7 +11,9 @@ if sys.version_info < (3, 11):  # noqa: UP036  before anything that an older Pyt
 import argparse
 import dataclasses
 import difflib
+import errno
 import json
+import math
 import os
 import signal
 import time
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from common import names
-from common.errors import RunFailed, Stopped, UserError
+from common.errors import RunFailed, Stopped, UserError, is_lost_contact
 
 # Threads that wait sleep instead of spinning: ten times faster as soon as anything else wants the cores. Read by OpenMP
 # when torch is imported, which is after this file.
@@ -267,7 +269,7 @@ def read_config(path: Path, stages: tuple[str, ...] = ()) -> dict:
         return content
     if stages and content["stage"] not in stages:
         raise UserError(f"--config {path} is of stage {content['stage']!r}, wanted {' or '.join(map(repr, stages))}")
-    return content["args"]
+    return {name: value for name, value in content["args"].items() if name != "resume_from_checkpoint"}
 
 
 def run(main: Callable[[], None]) -> int:
@@ -283,13 +285,22 @@ def run(main: Callable[[], None]) -> int:
             raise
         _report(f"the package {name} is not installed here; run: source .venv/bin/activate (scripts/setup.sh makes it)")
         return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        _report(f"{error.strerror}{where}; make room or mend the disk, then run the same command again")
+        return 1
     except Stopped as stopped:
         if is_main_process():
             print(stopped, file=sys.stderr, flush=True)
         return stopped.exit_code
     except RuntimeError as error:
-        if not _is_lost_contact(error):
+        if not is_lost_contact(error):
             raise
+        # The rank that knows the cause speaks first; the launcher then ends this one while it waits.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        time.sleep(2 * _WAIT_FOR_RANK_0)
         _report(
             f"lost contact with another rank, which has died or did not answer within --timeout_minutes "
             f"({_first_line(error)}); the cause is in that rank's own output; when it is mended, run the same command "
@@ -300,11 +311,6 @@ def run(main: Callable[[], None]) -> int:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         return 130
     return 0
-
-
-def _is_lost_contact(error: RuntimeError) -> bool:
-    """A collective that failed because of its peers. gloo has no error class of its own; NCCL's is torch's."""
-    return type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo" in str(error)
 
 
 def _first_line(error: Exception) -> str:
@@ -319,7 +325,7 @@ def _report(error: Exception | str) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         time.sleep(_WAIT_FOR_RANK_0)
     print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
 
@@ -382,6 +388,21 @@ def precision(text: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}.get(text, text)
 
 
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """A finite number from `low` to `high` (an argparse type)."""
+
+    def convert(text: str) -> float:
+        value = float(text)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise argparse.ArgumentTypeError(
+                f"{text} is not a number from {low:g}" + f" to {high:g}" * (high < math.inf)
+            )
+        return value
+
+    convert.__name__ = "number"  # what argparse calls it in its errors
+    return convert
+
+
 def optional_float(text: str) -> float | None:
     """A number, or `none` for off (an argparse type)."""
     return None if text.lower() in ("none", "null") else float(text)
@@ -410,7 +431,7 @@ def add_run_flags(parser: Parser, output_dir: str) -> None:
 def add_saving_flags(parser: Parser, steps: str) -> None:
     """Checkpoints inside the run, counted in `steps`."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save_steps", type=float, default=0.1, help=f"{steps} from one checkpoint to the next; below 1: a share of the run; 0: only when stopped")
+    group.add_argument("--save_steps", type=number(0), default=0.1, help=f"{steps} from one checkpoint to the next; below 1: a share of the run; 0: only when stopped")
     group.add_argument("--save_total_limit", type=positive, default=2, help="checkpoints kept, the newest; all go when the run is finished")
     group.add_argument("--resume_from_checkpoint", nargs="?", const="latest", default=None, metavar="DIR", help="go on from the newest checkpoint in --output_dir that is whole, or from DIR")
 
@@ -428,7 +449,7 @@ def add_batch_flags(parser: Parser, rows: str) -> None:
     group = parser.add_argument_group("batches")
     group.add_argument("--per_device_train_batch_size", type=positive, default=8, help=f"{rows} in one forward of one rank")
     group.add_argument("--gradient_accumulation_steps", type=positive, default=1, help="forwards per optimizer step")
-    group.add_argument("--num_train_epochs", type=float, default=1.0, help=f"passes over the training {rows}")
+    group.add_argument("--num_train_epochs", type=number(1e-6), default=1.0, help=f"passes over the training {rows}")
     group.add_argument("--max_steps", type=natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
     group.add_argument("--eval_steps", type=natural, default=0, help="steps between evaluations; 0: only at the end")
 
@@ -436,25 +457,25 @@ def add_batch_flags(parser: Parser, rows: str) -> None:
 def add_optim_flags(parser: Parser, learning_rate: float, lr_scheduler_type: str = "cosine") -> None:
     """Optimizer and schedule (torch's AdamW)."""
     group = parser.add_argument_group("optimizer")
-    group.add_argument("--learning_rate", type=float, default=learning_rate, help="peak learning rate")
+    group.add_argument("--learning_rate", type=number(0), default=learning_rate, help="peak learning rate")
     group.add_argument("--lr_scheduler_type", default=lr_scheduler_type, choices=["linear", "cosine", "constant"], help="shape after warm-up")
-    group.add_argument("--min_lr_ratio", type=float, default=0.0, help="the schedule ends at this share of the peak")
-    group.add_argument("--warmup_steps", type=float, default=0.03, help="optimizer steps of linear warm-up; below 1: a share of the run")
-    group.add_argument("--weight_decay", type=float, default=0.0, help="AdamW's decoupled weight decay")
-    group.add_argument("--adam_beta1", type=float, default=0.9, help="decay of the first moment")
-    group.add_argument("--adam_beta2", type=float, default=0.95, help="decay of the second moment")
-    group.add_argument("--adam_epsilon", type=float, default=1e-8, help="added to the denominator")
-    group.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the global gradient norm; 0: off")
+    group.add_argument("--min_lr_ratio", type=number(0, 1), default=0.0, help="the schedule ends at this share of the peak")
+    group.add_argument("--warmup_steps", type=number(0), default=0.03, help="optimizer steps of linear warm-up; below 1: a share of the run")
+    group.add_argument("--weight_decay", type=number(0), default=0.0, help="AdamW's decoupled weight decay")
+    group.add_argument("--adam_beta1", type=number(0, 0.99999), default=0.9, help="decay of the first moment")
+    group.add_argument("--adam_beta2", type=number(0, 0.99999), default=0.95, help="decay of the second moment")
+    group.add_argument("--adam_epsilon", type=number(0), default=1e-8, help="added to the denominator")
+    group.add_argument("--max_grad_norm", type=number(0), default=1.0, help="clip the global gradient norm; 0: off")
 
 
 def add_lora_flags(parser: Parser, dropout: bool):
     """Low-rank adapters; returns the group, for flags of further roles."""
     group = parser.add_argument_group("adapters (LoRA)")
     group.add_argument("--lora_r", type=natural, default=0, help="rank; only adapters are trained then; 0: all weights are")
-    group.add_argument("--lora_alpha", type=float, default=32, help="the adapter's update is scaled by alpha / r")
+    group.add_argument("--lora_alpha", type=number(1e-6), default=32, help="the adapter's update is scaled by alpha / r")
     group.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], help="names of the layers that get one; all-linear: all but the output layer")
     if dropout:
-        group.add_argument("--lora_dropout", type=float, default=0.0, help="share of an adapter's inputs set to zero in training")
+        group.add_argument("--lora_dropout", type=number(0, 0.99), default=0.0, help="share of an adapter's inputs set to zero in training")
     return group
 
 
@@ -467,7 +488,7 @@ def add_engine_flags(parser: Parser) -> None:
     group.add_argument("--offload_param", action="store_true", help="sharded weights in host memory (needs --zero_stage 3)")
     add_switch(group, "--gradient_checkpointing", False, "recompute activations in the backward pass: less memory, a third more time")
     group.add_argument("--ds_config", default=None, metavar="FILE", help="DeepSpeed json merged over the one built from the flags")
-    group.add_argument("--timeout_minutes", type=float, default=30, help="a collective that waits longer ends the run")
+    group.add_argument("--timeout_minutes", type=number(0.01, 1e6), default=30, help="a collective that waits longer ends the run")
 
 
 # fmt: on

@@ -15,6 +15,11 @@ class RunFailed(RuntimeError):
     """A run that cannot go on: numbers that are not finite, a disk that is full. One `error:` line and exit code 1."""
 
 
+def is_lost_contact(error: Exception) -> bool:
+    """A collective that failed because of its peers. gloo has no error class of its own; NCCL's is torch's."""
+    return type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo" in str(error)
+
+
 class Stopped(Exception):
     """A run that was asked to stop, and has saved what it needs to go on. Exit code 128 + the signal's number."""
 

@@ -17,6 +17,12 @@ def is_function(spec: str) -> bool:
     return ".py:" in spec
 
 
+def find_file(spec: str) -> Path | None:
+    """The file of a FILE.py:FUNCTION, from the current folder or else from the repository's root."""
+    file = spec.rpartition(":")[0]
+    return next((path for path in (Path(file), _ROOT / file) if file.endswith(".py") and path.is_file()), None)
+
+
 def load_function(spec: str, flag: str) -> tuple[Callable, ModuleType]:
     """The function with TRL's signature f(prompts, completions, **columns), and the module it lives in.
 
@@ -26,7 +32,7 @@ def load_function(spec: str, flag: str) -> tuple[Callable, ModuleType]:
         UserError: no such file or function, or a function of another signature.
     """
     file, _, name = spec.rpartition(":")
-    path = next((path for path in (Path(file), _ROOT / file) if file.endswith(".py") and path.is_file()), None)
+    path = find_file(spec)
     if path is None and spec.endswith(".py"):
         raise UserError(f"{flag} {spec}: which function of it? wanted FILE.py:FUNCTION")
     if path is None:

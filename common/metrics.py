@@ -142,7 +142,9 @@ class _Lines:
     def write(self, *rows: dict):
         if self.file is None:  # a stage that has no samples leaves no file of them
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.write(self.file, "".join(map(json_line, rows)).encode("utf-8"))
+        left = "".join(map(json_line, rows)).encode("utf-8")
+        while left:  # a disk that fills up takes a part, and says so at the next call
+            left = left[os.write(self.file, left) :]
 
     def sync(self):
         if self.file is not None:

@@ -19,9 +19,11 @@ import dataclasses
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,15 +33,18 @@ import torch
 
 from common import checkpoint, distributed
 from common.engine import TrainedModel
-from common.errors import RunFailed, Stopped, UserError
+from common.errors import RunFailed, Stopped, UserError, is_lost_contact
+from common.functions import find_file, is_function
 
 MANIFEST = "manifest.json"
+_ECHO_SECONDS = 2.0
+_LARGE = 2**30
 _PREFIX, _STAGING = "checkpoint-", ".tmp-checkpoint-"
 
 # Flags that two parts of one run may differ in: none of them changes what is computed. Models and data are compared by
 # content instead of by name.
 FREE_FLAGS = frozenset(
-    ["output_dir", "data", "data_split", "model_name_or_path", "actor", "critic", "ref"]
+    ["output_dir", "data", "data_split", "model_name_or_path", "actor", "critic", "ref", "reward"]
     + ["logging_steps", "sample_steps", "report_to", "run_name", "push_to_hub", "hub_model_id"]
     + ["save_steps", "save_total_limit", "resume_from_checkpoint", "timeout_minutes", "config", "local_rank"]
 )
@@ -61,18 +66,35 @@ class Saving:
 
 def identity(stage: str, args: dict, data_hash: str, parents: dict[str, str | Path]) -> dict:
     """What has to be the same for two parts to be one run, by name."""
-    models = {role: checkpoint.parent_record(Path(path)) for role, path in parents.items()}
     known = {name: value for name, value in args.items() if name not in FREE_FLAGS}
     files = {f"content of --{name}": checkpoint.hash_file(value) for name, value in known.items() if _is_file(value)}
     return json.loads(
         json.dumps(
             {"stage": stage, "ranks": distributed.world_size(), "data": data_hash}
             | {f"--{name}": value for name, value in known.items()}
-            | {role: record["sha256"] or record["path"] for role, record in models.items()}
+            | {f"the content of {role}": _content(path) for role, path in parents.items()}
             | files,
             default=str,
         )
     )
+
+
+def _content(source: str | Path) -> str:
+    """What a model folder or a reward function holds, as one hash; of a hub name, the name."""
+    if is_function(str(source)):
+        return checkpoint.hash_file(find_file(str(source)))
+    folder = Path(source)
+    if not folder.is_dir():
+        return str(source)
+    if (folder / checkpoint.STAGE_FILE).exists():  # which lists the hash of every file
+        return checkpoint.hash_file(folder / checkpoint.STAGE_FILE)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    # Hashing tens of gigabytes of foreign weights at every start is too much; of large files the size has to do.
+    whole = {
+        str(p.relative_to(folder)): checkpoint.hash_file(p) if p.stat().st_size < _LARGE else str(p.stat().st_size)
+        for p in files
+    }
+    return checkpoint.hash_tree(whole)
 
 
 class Checkpoints:
@@ -91,7 +113,7 @@ class Checkpoints:
     def __init__(self, folder: Path, saving: Saving, total_steps: int, identity: dict):
         self.folder, self.identity, self.total_steps = Path(folder), identity, total_steps
         self.every, self.limit = saving.every(total_steps), saving.save_total_limit
-        self.signal = 0
+        self.signal, self.signal_at = 0, 0.0
         self.notes: list[str] = []
         found, self.notes = distributed.from_main(lambda: _choose(self.folder, saving, identity))
         self.source = Path(found[0]) if found else None
@@ -134,12 +156,10 @@ class Checkpoints:
             before_saving()
             self._save(step, models, counters)
         if came:
-            command = " ".join(sys.argv) if distributed.world_size() == 1 else "the same command"
-            with_flag = "" if "--resume_from_checkpoint" in command else " --resume_from_checkpoint"
             raise Stopped(
                 came,
                 f"stopped by {signal.Signals(came).name} after step {step} of {self.total_steps}; saved "
-                f"{self._path(step)}; go on with: {'python ' * (distributed.world_size() == 1)}{command}{with_flag}",
+                f"{self._path(step)}; go on with: {_same_command()} --resume_from_checkpoint",
             )
 
     def remove_all(self) -> None:
@@ -160,10 +180,13 @@ class Checkpoints:
             distributed.barrier()
             if distributed.is_main():
                 self._publish(staging, step, counters)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError for a disk that fills up
+            if is_lost_contact(error):
+                raise
             kept = max(_listed(self.folder), default=None)
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise RunFailed(
-                f"the checkpoint of step {step} could not be written in {self.folder}: {error.strerror or error}; "
+                f"the checkpoint of step {step} could not be written in {self.folder}: {reason}; "
                 + (f"{_PREFIX}{kept} is whole: " if kept else "")
                 + "make room or mend the disk, then run the same command with --resume_from_checkpoint"
             ) from error
@@ -210,15 +233,39 @@ class Checkpoints:
         return self.folder / f"{_PREFIX}{step}"
 
     def _heed(self, number: int, _frame) -> None:
-        """First signal: finish the step and save. Second: end at once, as without us."""
-        if self.signal:
+        """First signal: finish the step and save. Second: end at once, as without us.
+
+        What comes right after the first is an echo: at Ctrl-C a terminal signals every process, and launchers then
+        signal theirs once more.
+        """
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self.signal_at = number, now
+        elif now - self.signal_at > _ECHO_SECONDS:
             self._default_signals()
             os.kill(os.getpid(), number)
-        self.signal = number
 
     def _default_signals(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _same_command() -> str:
+    """The command line of this run, without what it went on from; of several ranks the launcher is not known."""
+    if distributed.world_size() > 1:
+        return "the same command, and"
+    words = iter(sys.argv)
+    kept = []
+    for word in words:
+        if word.startswith("--resume_from_checkpoint="):
+            continue
+        if word == "--resume_from_checkpoint":
+            word = next(words, "--")
+            if not word.startswith("--"):
+                continue
+        if word != "--":
+            kept.append(word)
+    return "python " + shlex.join(kept)
 
 
 def _choose(folder: Path, saving: Saving, wanted: dict) -> tuple[tuple[str, dict] | None, list[str]]:
@@ -236,7 +283,13 @@ def _choose(folder: Path, saving: Saving, wanted: dict) -> tuple[tuple[str, dict
     if saving.resume_from_checkpoint == "latest":
         candidates = [listed[step] for step in sorted(listed, reverse=True)]
     else:
-        candidates = [Path(saving.resume_from_checkpoint)]
+        asked = Path(saving.resume_from_checkpoint)
+        if asked.resolve().parent != folder.resolve():
+            raise UserError(
+                f"--resume_from_checkpoint {asked} is not in --output_dir {folder}, where its metrics are; name the "
+                f"checkpoint's own folder as --output_dir, or a copy of it"
+            )
+        candidates = [asked]
     for path in candidates:
         try:
             manifest = verify(path)
@@ -245,6 +298,11 @@ def _choose(folder: Path, saving: Saving, wanted: dict) -> tuple[tuple[str, dict
             continue
         _require_same_run(path, manifest["identity"], wanted)
         notes.append(f"resuming after step {manifest['step']} from {path}")
+        for step in [step for step in listed if step > manifest["step"] and candidates == [path]]:
+            # The run takes another way from here. What it had reached is kept, under a name that nobody resumes from.
+            aside = listed[step].with_name(f"abandoned-{listed[step].name}-{uuid.uuid4().hex[:4]}")
+            listed[step].rename(aside)
+            notes.append(f"{listed[step].name} is further on: set aside as {aside.name}")
         return (str(path), manifest), notes
     if candidates:
         reasons = "; ".join(note.removeprefix("warning: ") for note in notes)

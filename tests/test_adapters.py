@@ -138,6 +138,13 @@ def test_a_layer_that_is_not_there_is_named(tmp_path):
         adapters.add(hf, Lora(2, 4, 0.0, ["q_proj", "c_attn"]), 0)
 
 
+def test_embeddings_and_a_tied_output_layer_are_refused_before_training(tmp_path):
+    save_llama(tmp_path / "base")
+    for name, words in (("embed_tokens", "embeddings cannot be adapted"), ("lm_head", "the output layer is tied")):
+        with pytest.raises(UserError, match=f"--lora_target_modules: {words}"):
+            adapters.add(models.load_causal_lm(tmp_path / "base"), Lora(2, 4, 0.0, ["q_proj", name]), 0)
+
+
 def test_what_is_trained_is_said(tmp_path):
     hf = models.load_scalar_model(save_reward(tmp_path / "reward"))[0].hf
     said = adapters.add(hf, Lora(2, 4, 0.0, ["q_proj", "v_proj"]), 0)

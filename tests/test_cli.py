@@ -334,7 +334,7 @@ def test_json_and_stage_records_are_read_too(tmp_path):
         ("gradient_checkpointing: 1", "gradient_checkpointing is 1, wanted true or false"),
         ("report_to: [tensorboard, x]", "invalid choice: 'x'"),
         ("lr: [1, 2]", "--lr takes one value, seen 2: 1 2"),
-        ("lr: x", "invalid float value: 'x'"),
+        ("lr: x", "invalid number value: 'x'"),
         ("seed: []", "seed is a list, wanted one value"),
         ("total_episodes: 100", "there is no --total_episodes here: --max_steps = total_episodes / --rollout_batch"),
         ("packing: true", "there is no --packing true here: a row holds one conversation; leave it out"),

@@ -161,6 +161,11 @@ CASES = [
     (rlhf, RL + "--rollout_bach_size 8", "unknown flag --rollout_bach_size; the nearest is --rollout_batch_size"),
     (sft, SFT + "--output_dir data", "--output_dir data holds other things (manifest.json"),
     (reward, "--config sft/stage.json --output_dir out", "--config sft/stage.json is of stage 'sft', wanted 'reward'"),
+    (sft, SFT + "--save_steps -3", "argument --save_steps: -3 is not a number from 0"),
+    (sft, SFT + "--learning_rate nan", "argument --learning_rate: nan is not a number from 0"),
+    (sft, SFT + "--adam_beta2 1.5", "argument --adam_beta2: 1.5 is not a number from 0 to 0.99999"),
+    (sft, SFT + "--num_train_epochs 0", "argument --num_train_epochs: 0 is not a number from 1e-06"),
+    (sft, SFT + "--weight_decay x", "argument --weight_decay: invalid number value: 'x'"),
     (sft, SFT + "--config nowhere.yaml", "--config nowhere.yaml: "),
     (sft, SFT + "--config ds.json", "ds.json: unknown key 'zero_optimization'"),
 ]

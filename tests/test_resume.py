@@ -105,10 +105,11 @@ def test_killed_three_times_and_the_same_bytes(root, stage, zero, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(root, number, code):
+@pytest.mark.parametrize(("number", "code", "times"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 2)])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(root, number, code, times):
     out = f"signal-{code}"
-    ended = start("sft", out, root, moment=Moment("train_step", 3, signal=number), more="--save_steps 0")
+    moment = Moment("train_step", 3, signal=number, times=times)
+    ended = start("sft", out, root, moment=moment, more="--save_steps 0 --resume_from_checkpoint")
     assert ended.codes == [code], ended.output
     assert "after step 3 of 6; saved " in ended.output[0] and "Traceback" not in ended.output[0]
     line = ended.output[0].strip().splitlines()[-1]
@@ -200,8 +201,9 @@ def test_a_flipped_bit_in_the_newest_is_found_and_the_one_before_is_used(copy, r
         ("", "holds checkpoint-4 of a run that did not finish; go on with --resume_from_checkpoint"),
         ("--resume_from_checkpoint --learning_rate 1e-3", "--learning_rate was 0.01 and is 0.001 now"),
         ("--resume_from_checkpoint --zero_stage 2", "--zero_stage was 0 and is 2 now"),
-        ("--resume_from_checkpoint --model reward", "model was"),
-        ("--resume_from_checkpoint nowhere", "nowhere: no readable manifest.json"),
+        ("--resume_from_checkpoint --model reward", "the content of model was"),
+        ("--resume_from_checkpoint copy/nowhere", "nowhere: no readable manifest.json"),
+        ("--resume_from_checkpoint interrupted/checkpoint-4", "is not in --output_dir copy"),
     ],
 )
 def test_what_is_not_the_same_run_is_refused_and_left_alone(copy, root, more, message):
@@ -212,6 +214,54 @@ def test_what_is_not_the_same_run_is_refused_and_left_alone(copy, root, more, me
     after = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
     assert {path.name for path in before.keys() ^ after.keys()} <= {".lock", ".lock-owner"}
     assert all(after[path] == time for path, time in before.items() if path in after and ".lock" not in path.name)
+
+
+@pytest.mark.slow
+def test_a_way_back_to_an_older_checkpoint_keeps_the_newer_one_aside(copy, root):
+    stop = Moment("train_step", 1, signal=signal.SIGTERM)
+    more = "--save_total_limit 1 --save_steps 0 --resume_from_checkpoint copy/checkpoint-2"
+    ended = start("sft", "copy", root, moment=stop, more=more)
+    assert ended.codes == [143] and "checkpoint-4 is further on: set aside as abandoned-" in ended.output[0]
+    assert (copy / "checkpoint-3").exists() and len(list(copy.glob("abandoned-checkpoint-4-*"))) == 1
+    assert (
+        ended.output[0].strip().endswith("--resume_from_checkpoint")
+        and "copy/checkpoint-2 " not in ended.output[0].splitlines()[-1]
+    )
+    done = start("sft", "copy", root, more="--resume_from_checkpoint")
+    assert done.codes == [0], done.output
+    assert [row["step"] for row in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_an_unfinished_run_is_no_model(copy, root):
+    (copy / "config.json").write_text("{}")  # as if it had been killed while its files were moved in
+    done = stage_processes.run("step2_reward/train.py", "--model copy --data data --output_dir x", root)
+    assert done.codes == [2] and "copy is of a run that did not finish; go on with it by" in done.output[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["function", "model"])
+def test_a_reward_function_or_a_foreign_model_that_changed_makes_it_another_run(root, what):
+    (root / "score.py").write_text("def f(prompts, completions, **columns): return [1.0 for _ in prompts]\n")
+    save_llama(root / "own")
+    flags = f"{RL} --actor own --critic own --reward score.py:f --output_dir changed-{what}"
+    ended = stage_processes.run("step3_rlhf/train.py", flags, root, moment=Moment("train_step", 5))
+    assert ended.codes == [-signal.SIGKILL], ended.output
+    if what == "function":
+        (root / "score.py").write_text("def f(prompts, completions, **columns): return [-1.0 for _ in prompts]\n")
+    else:
+        save_llama(root / "own", seed=5)
+    again = stage_processes.run("step3_rlhf/train.py", f"{flags} --resume_from_checkpoint", root)
+    role = {"function": "reward0", "model": "actor"}[what]
+    assert again.codes == [2] and f"the content of {role} was" in again.output[0], again.output
+
+
+def test_the_line_that_continues_is_typed_as_it_was(monkeypatch):
+    words = ["a.py", "--run_name", "my run", "--resume_from_checkpoint", "old/checkpoint-2", "--seed", "3"]
+    monkeypatch.setattr("sys.argv", words)
+    assert resume._same_command() == "python a.py --run_name 'my run' --seed 3"
+    monkeypatch.setattr("sys.argv", ["a.py", "--resume_from_checkpoint", "--seed", "3", "--resume_from_checkpoint=x"])
+    assert resume._same_command() == "python a.py --seed 3"
 
 
 @pytest.mark.slow
