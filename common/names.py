@@ -24,6 +24,7 @@ ALIASES: dict[str, tuple[list[str], str | None]] = {
     "--sft_model_path": (["--actor"], TRL),
     "--response_length": (["--max_completion_length"], TRL),
     "--init_kl_coef": (["--kl_coef"], TRL),
+    "--beta": (["--kl_coef"], TRL),
     "--max_seq_length": (["--max_length"], TRL),
     "--local_rollout_forward_batch_size": (["--rollout_forward_batch_size"], TRL),
     "--bf16": (["--dtype", "bf16"], HF),
@@ -189,6 +190,9 @@ ELSEWHERE: dict[str, str] = {
     "--data_seed": "--seed is of everything drawn at random",
     "--hub_token": "set HF_TOKEN, or log in with `hf auth login`",
     # TRL
+    "--ptx_coef": "no pretraining loss is mixed in",
+    "--algorithm": "PPO with a critic is the one algorithm here; leave it out",
+    "--preset": "every number of the published variants is a flag of its own; see step3_rlhf/README.md",
     "--vf_coef": "the critic is a model of its own; --critic_learning_rate says how fast it learns",
     "--total_episodes": "--max_steps = total_episodes / --rollout_batch_size",
     "--num_mini_batches": "--minibatch_size = --rollout_batch_size / num_mini_batches",

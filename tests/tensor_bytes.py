@@ -25,8 +25,10 @@ class Meter(TorchDispatchMode):
     """`peak`: the most that storages born inside it held at once. What an operation needs while at work is not seen."""
 
     def __enter__(self):
-        self.known = {key: 0 for key in storages()}
         self.now = self.peak = 0
+        self.known = {}
+        for storage in storages().values():  # what was there before costs nothing, until another takes its place
+            self.watch(storage, 0)
         super().__enter__()
         return self
 
@@ -38,13 +40,14 @@ class Meter(TorchDispatchMode):
         return out
 
     def see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self.known:
-            return
-        self.known[key] = storage.nbytes()
-        self.now += self.known[key]
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.forget, key)
+        if storage._cdata not in self.known:
+            self.watch(storage, storage.nbytes())
+            self.peak = max(self.peak, self.now)
+
+    def watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        self.known[storage._cdata] = size
+        self.now += size
+        weakref.finalize(storage, self.forget, storage._cdata)
 
     def forget(self, key: int) -> None:
         self.now -= self.known.pop(key, 0)

@@ -215,7 +215,7 @@ def test_engines_hold_what_the_arithmetic_says(engines, index, monkeypatch):
 
     assert said("", *([] if offload else ["buffers"])) == pytest.approx(found["between"], rel=0.01)
     assert said("update", *([] if offload else ["buffers"])) == pytest.approx(found["update"], rel=0.02)
-    # Gathered weights and gradients on their way are limits, which a small model need not reach.
+    # Buffers in the backward pass are limits, which a small model need not reach.
     assert said("train", "buffers") * 0.999 < found["backward"] < said("train") * 1.03
 
 
