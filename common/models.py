@@ -43,6 +43,10 @@ class LanguageModel(nn.Module):
             use_cache=False,
         ).logits
 
+    def generate(self, *args, **kwargs):
+        """The HF model's own: DeepSpeed's hybrid engine looks for it here and puts its own in its place."""
+        return self.hf.generate(*args, **kwargs)
+
 
 class ScalarModel(nn.Module):
     """A HF sequence-classification model with one label, read at every token: reward model and critic."""

@@ -153,7 +153,8 @@ def main() -> None:
         )
         hub.push(upload, run.path, log.say)
     log.say(f"{'held-out' if files.eval else 'training'} accuracy {record['eval_accuracy']:.3f}")
-    run.finish(f"python step3_rlhf/train.py --actor {args.model_name_or_path} --critic {run.path}")
+    actor = args.model_name_or_path if parent and parent["stage"] == "sft" else "models/sft"
+    run.finish(f"python step3_rlhf/train.py --actor {actor} --critic {run.path}")
 
 
 if __name__ == "__main__":

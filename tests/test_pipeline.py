@@ -280,15 +280,15 @@ def test_every_step_is_logged_once(name, run):
     assert [row["step"] for row in metrics] == [row["step"] for row in timings] == steps
     assert all(0 < row["total"] < 100 and row["time"] > 1e9 for row in timings)
     assert all(math.isfinite(value) for row in metrics for value in row.values())
-    samples = read_jsonl(folder / "samples.jsonl")
     if "rlhf" in name or name == "torchrun":
+        samples = read_jsonl(folder / "samples.jsonl")
         assert {row["step"] for row in samples} == set(steps)
         assert all({"generate", "update", "total"} <= row.keys() for row in timings)
         fields = {"step", "row", "prompt", "response", "score", "kl", "length", "truncated"}
         assert all(row.keys() == fields for row in samples)
         assert all(row["val/ratio_first"] == pytest.approx(1, abs=1e-4) for row in metrics)
     else:
-        assert samples == []
+        assert not (folder / "samples.jsonl").exists()
         assert ["eval_loss" in row for row in metrics] == (
             [False, True, True] if "sft" in name else [False, False, True]
         )
