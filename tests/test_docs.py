@@ -15,7 +15,7 @@ import pytest
 import stage_processes
 import torch
 
-from common import cli
+from common import cli, names
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = {
@@ -187,7 +187,7 @@ def test_commands_are_understood(page, recorded_runs, capsys):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_in_the_text_exist(page):
-    known = FOREIGN | {"--help"} | set().union(*map(flags_of, ENTRY_SCRIPTS))
+    known = FOREIGN | {"--help"} | names.ALIASES.keys() | set().union(*map(flags_of, ENTRY_SCRIPTS))
     for span in code_spans(prose(page)):
         for word in span.split():
             if word.startswith("--"):

@@ -312,3 +312,11 @@ def test_step_0_has_its_own_names(capsys):
     args = parse(DATA, "--data_path", "a", "b", "--data_split", "6,2,2", "--max_samples", 3)
     assert (args.dataset, args.split, args.max_rows) == (["a", "b"], (6.0, 2.0, 2.0), 3)
     assert capsys.readouterr().err == ""
+
+
+def test_the_readmes_short_table_is_part_of_the_page():
+    page, readme = (path.read_text() for path in (PAGE, PAGE.parent.parent / "README.md"))
+    rows = readme.partition("| there | here | of |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert len(rows) > 10
+    for row in rows:
+        assert row in page, row
