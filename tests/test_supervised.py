@@ -141,3 +141,12 @@ def test_max_steps_decides_and_rows_go_round():
 def test_without_held_out_rows_nothing_is_evaluated():
     rows, _, sums, _ = run(held_out=[])
     assert sums == {} and not any(name.startswith("eval_") for row in rows.values() for name in row)
+
+
+def test_maxima_are_taken_over_micro_batches():
+    from common import distributed
+
+    totals = {}
+    for value, highest in ((1.0, 2.0), (3.0, -5.0), (0.5, 2.5)):
+        distributed.accumulate(totals, {"sum": torch.tensor(value), "max_score": torch.tensor(highest)})
+    assert distributed.sum_over_ranks(totals, torch.device("cpu")) == {"sum": 4.5, "max_score": 2.5}
