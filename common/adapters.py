@@ -63,13 +63,14 @@ def add(hf: nn.Module, lora: Lora, seed: int) -> str | None:
         _inject(hf, config)
     if is_scalar:
         hf.score.requires_grad_(True)
-    if any(len(layer.lora_embedding_A) for layer in _layers(hf).values()):
+    layers = _layers(hf)
+    if any(len(layer.lora_embedding_A) for layer in layers.values()):
         raise UserError("--lora_target_modules: embeddings cannot be adapted here; name linear layers, or all-linear")
-    if is_tied(hf) and any(layer is hf.get_output_embeddings() for layer in _layers(hf).values()):
+    if is_tied(hf) and any(layer is hf.get_output_embeddings() for layer in layers.values()):
         raise UserError("--lora_target_modules: the output layer is tied to the embedding here and cannot be adapted")
-    kinds = sorted({name.rpartition(".")[2] for name in _layers(hf)})
+    kinds = sorted({name.rpartition(".")[2] for name in layers})
     for name in names:
-        if name != "all-linear" and not any(layer.endswith(name) for layer in _layers(hf)):
+        if name != "all-linear" and not any(layer.endswith(name) for layer in layers):
             raise UserError(f"--lora_target_modules {name}: no layer is called that; adapted were {', '.join(kinds)}")
     return f"adapters of rank {lora.lora_r} in {', '.join(kinds)}" + ("; the scalar head is trained too" * is_scalar)
 

@@ -132,12 +132,12 @@ class _Lines:
     def __init__(self, path: Path, resume_step: int):
         kept = [row for row in read_jsonl(path) if row["step"] <= resume_step] if path.exists() and resume_step else []
         self.path, self.file = path, None
-        path.unlink(missing_ok=True) if not kept else self._replace(kept)
-
-    def _replace(self, rows: list[dict]):
-        staged = self.path.with_name(self.path.name + ".tmp")
-        staged.write_text("".join(map(json_line, rows)), encoding="utf-8")
-        staged.replace(self.path)
+        if kept:
+            staged = path.with_name(path.name + ".tmp")
+            staged.write_text("".join(map(json_line, kept)), encoding="utf-8")
+            staged.replace(path)
+        else:
+            path.unlink(missing_ok=True)
 
     def write(self, *rows: dict):
         if self.file is None:  # a stage that has no samples leaves no file of them

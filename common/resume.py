@@ -33,13 +33,13 @@ import torch
 
 from common import checkpoint, distributed
 from common.engine import TrainedModel
-from common.errors import RunFailed, Stopped, UserError, is_lost_contact
+from common.errors import RunFailed, Stopped, UserError
 from common.functions import find_file, is_function
 
 MANIFEST = "manifest.json"
-_ECHO_SECONDS = 2.0
-_LARGE = 2**30
 _PREFIX, _STAGING = "checkpoint-", ".tmp-checkpoint-"
+_ECHO_SECONDS = 2.0  # a signal that follows another so soon is the same one, passed on by a launcher
+_LARGE = 2**30  # bytes of a file of somebody else's model that is known by its size alone
 
 # Flags that two parts of one run may differ in: none of them changes what is computed. Models and data are compared by
 # content instead of by name.
@@ -114,7 +114,6 @@ class Checkpoints:
         self.folder, self.identity, self.total_steps = Path(folder), identity, total_steps
         self.every, self.limit = saving.every(total_steps), saving.save_total_limit
         self.signal, self.signal_at = 0, 0.0
-        self.notes: list[str] = []
         found, self.notes = distributed.from_main(lambda: _choose(self.folder, saving, identity))
         self.source = Path(found[0]) if found else None
         self.counters = found[1]["counters"] if found else {}
@@ -180,8 +179,9 @@ class Checkpoints:
             distributed.barrier()
             if distributed.is_main():
                 self._publish(staging, step, counters)
-        except (OSError, RuntimeError) as error:  # torch.save has a RuntimeError for a disk that fills up
-            if is_lost_contact(error):
+        except (OSError, RuntimeError) as error:
+            # torch.save has a RuntimeError of its file writer for a disk that fills up; any other is no matter of disks.
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
                 raise
             kept = max(_listed(self.folder), default=None)
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
