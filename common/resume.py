@@ -180,7 +180,7 @@ class Checkpoints:
             if distributed.is_main():
                 self._publish(staging, step, counters)
         except (OSError, RuntimeError) as error:
-            # torch.save has a RuntimeError of its file writer for a disk that fills up; any other is no matter of disks.
+            # Of a disk that fills up torch's file writer makes a RuntimeError; any other is no matter of disks.
             if isinstance(error, RuntimeError) and "inline_container" not in str(error):
                 raise
             kept = max(_listed(self.folder), default=None)

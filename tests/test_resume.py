@@ -16,7 +16,7 @@ from small_models import save_llama, save_reward
 from stage_processes import Moment
 
 from common import resume
-from common.errors import UserError
+from common.errors import RunFailed, UserError
 from common.metrics import read_jsonl
 
 SFT = (
@@ -288,6 +288,25 @@ def test_checkpoints_that_cannot_fit_are_refused_before_the_first_step(tmp_path,
     model = SimpleNamespace(checkpoint_bytes=lambda: 1_000)
     with pytest.raises(UserError, match=r"need about 0\.0 GB .*lower --save_total_limit \(now 2\)"):
         checkpoints.restore({"model": model})
+
+
+@pytest.mark.parametrize(
+    ("error", "told_as"),
+    [
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"), RunFailed),
+        (OSError(28, "No space left on device"), RunFailed),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
+    ],
+)
+def test_only_trouble_with_the_disk_is_told_as_that(tmp_path, error, told_as):
+    def save(*_):
+        raise error
+
+    checkpoints = resume.Checkpoints(tmp_path, resume.Saving(1, 2, None), 4, {})
+    with pytest.raises(told_as) as caught:
+        checkpoints.after_step(1, {"model": SimpleNamespace(save=save)}, {})
+    assert ("make room or mend the disk" in str(caught.value)) == (told_as is RunFailed)
+    assert type(caught.value) is told_as
 
 
 # ---- the protocol, killed at every call that changes the disk
