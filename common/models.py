@@ -149,7 +149,7 @@ def load_causal_lm(
     zero3: dict | None = None,
     attn_implementation: str = "auto",
     trust_remote_code: bool = False,
-    quantization_config=None,
+    placement: dict | None = None,
 ):
     """A plain HF causal language model with dropout off, in eval mode.
 
@@ -158,22 +158,22 @@ def load_causal_lm(
         zero3: a DeepSpeed configuration of stage 3: each weight is then sharded as it is read (`zero.Init`), and the
             model must go into an engine of that configuration.
         attn_implementation: the attention kernel; "auto": sdpa where the model has it, else its own eager one.
-        quantization_config: of transformers, for a model that only answers; weights go to `device` as they are read.
+        placement: for a model that only answers, how transformers is to place its weights as it reads them, in place of
+            `device`: `device_map` and what goes with it (`quantization_config`, `max_memory`, `offload_folder`).
 
     Raises:
         UserError: not a causal language model, or weights are missing from the folder.
     """
     from transformers import AutoModelForCausalLM
 
-    quantised = {"quantization_config": quantization_config, "device_map": {"": device}} if quantization_config else {}
     model, info = _from_pretrained(
-        AutoModelForCausalLM, path, dtype, zero3, attn_implementation, trust_remote_code, **quantised
+        AutoModelForCausalLM, path, dtype, zero3, attn_implementation, trust_remote_code, **(placement or {})
     )
     if info["missing_keys"]:
         raise UserError(
             f"{path} lacks weights of a causal language model: {_few(info['missing_keys'])}; is it a reward model?"
         )
-    return _ready(model, None if quantised else device, zero3)
+    return _ready(model, None if placement else device, zero3)
 
 
 def load_scalar_model(

@@ -16,12 +16,15 @@ oldest first, are forgotten with a notice. Ctrl-C cuts an answer short, Ctrl-D e
     /quit         end
 """
 
+import collections
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +51,13 @@ def parse_args(argv=None):
     flag("--seed", type=int, default=None, help="of the sampling noise; default: another one each time, shown")
     flag = parser.add_argument_group("loading").add_argument
     flag("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 where the GPU has it")
-    flag("--load_in_4bit", action="store_true", help="weights in 4 bits (CUDA and the package bitsandbytes)")
+    exclusive = parser.add_argument_group("models larger than the GPU").add_mutually_exclusive_group().add_argument
+    exclusive("--load_in_4bit", action="store_true", help="weights in 4 bits (CUDA and the package bitsandbytes)")
+    exclusive(
+        "--offload",
+        action="store_true",
+        help="weights beyond the GPU's free memory stay in host memory, beyond that on disk; slow",
+    )
     cli.add_model_flags(parser)
     args = parser.parse_args(argv)
     if (args.model is None) == (args.compare is None):
@@ -82,18 +91,21 @@ def main(argv=None) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, _ = models.choose_dtype(args.dtype, device)
-    quantised = {"quantization_config": four_bit(device, models.DTYPES[dtype])} if args.load_in_4bit else {}
 
     # 2. Models.
     load = {name: getattr(args, name) for name in ("chat_template", "attn_implementation", "trust_remote_code")}
     load |= {"dtype": dtype, "device": device}
-    speakers = [Speaker(path if args.compare else "model", Answerer(path, **load, **quantised), []) for path in paths]
+    scratch = tempfile.TemporaryDirectory(prefix="chat-offload-")
+    placement = place(args, device, models.DTYPES[dtype], scratch.name)
+    speakers = [
+        Speaker(path if args.compare else "model", Answerer(path, **load, placement=placement), []) for path in paths
+    ]
     reward = RewardModel(args.reward, **load) if args.reward else None
 
     # 3. Talk.
     seed = random.randrange(2**31) if args.seed is None else args.seed
     for path, speaker in zip(paths, speakers, strict=True):
-        print(f"{path}: {speaker.model.template}")
+        print(f"{path}: {speaker.model.template}{where(speaker.model.hf)}")
     print(f"{dtype} on {device.type}, seed {seed}. /help lists the commands, /quit ends.")
     opening = [{"role": "system", "content": args.system}] if args.system else []
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
@@ -103,8 +115,23 @@ def main(argv=None) -> None:
             ask(speaker, opening, question, speaker.model.params(**sampling), number, reward)
 
 
+def place(args, device, dtype, scratch: str) -> dict | None:
+    """How transformers is to place the weights, see `models.load_causal_lm`; None: all of them on `device`."""
+    if args.load_in_4bit:
+        return {"device_map": {"": device}, "quantization_config": four_bit(device, dtype)}
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # what lies where is said in one line, by `where`
+    # "auto" fills the GPUs with what their free memory holds, then the host, then the disk
+    return {"device_map": "auto", "offload_folder": scratch} if args.offload else None
+
+
+def where(hf) -> str:
+    """In words, where `--offload` has put the parts of a model that do not all fit the first device."""
+    places = collections.Counter(map(str, getattr(hf, "hf_device_map", {}).values()))
+    return "; parts of the model: " + ", ".join(f"{n} on {place}" for place, n in places.items()) if places else ""
+
+
 def four_bit(device, compute_dtype):
-    """How transformers is to quantise; the weights are placed on the GPU as they are read."""
+    """How transformers is to quantise."""
     found = importlib.util.find_spec("bitsandbytes") is not None
     if device.type != "cuda" or not found:
         gpu = "one is here" if device.type == "cuda" else "none was found"
@@ -206,7 +233,7 @@ def stream(model, prompt_ids: list[int], params, number: int) -> tuple[str, list
 
     ids, shown = [], ""
     with contextlib.suppress(KeyboardInterrupt):
-        for token in sampled_tokens(model.hf, prompt_ids, params, number):
+        for token in sampled_tokens(model, prompt_ids, params, number):
             ids.append(token)
             text = decode_answer(model.tokenizer, ids)
             if not text.endswith("\ufffd"):  # that may be the beginning of a character
@@ -217,19 +244,19 @@ def stream(model, prompt_ids: list[int], params, number: int) -> tuple[str, list
     return text, ids
 
 
-def sampled_tokens(hf, prompt_ids: list[int], params, number: int) -> Iterator[int]:
+def sampled_tokens(model, prompt_ids: list[int], params, number: int) -> Iterator[int]:
     """The tokens that `common.generation.generate` samples at step `number` for row 0, one by one as they are drawn."""
     import torch
     from transformers import DynamicCache
 
     from common.generation import choose, uniform_noise
 
-    noise = uniform_noise(params.seed, number, [0], params.max_new_tokens).to(hf.device)
-    ids, cache = torch.tensor([prompt_ids], device=hf.device), DynamicCache(config=hf.config)
+    noise = uniform_noise(params.seed, number, [0], params.max_new_tokens).to(model.device)
+    ids, cache = torch.tensor([prompt_ids], device=model.device), DynamicCache(config=model.hf.config)
     for t in range(params.max_new_tokens):
         with torch.no_grad():
-            logits = hf(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
-        token, _ = choose(logits[:, -1], noise[:, t], params)
+            logits = model.hf(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+        token, _ = choose(logits[:, -1].to(model.device), noise[:, t], params)
         yield int(token)
         if int(token) in params.stop_ids:
             return

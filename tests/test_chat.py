@@ -85,7 +85,7 @@ def test_tokens_are_those_of_trainings_sampler(speaker, sampling):
     for number in range(4):
         rollout = generate(speaker.model.hf, [prompt], params, step=number)
         wanted = rollout.response[0][rollout.mask[0]].tolist()
-        assert list(chat.sampled_tokens(speaker.model.hf, prompt, params, number)) == wanted
+        assert list(chat.sampled_tokens(speaker.model, prompt, params, number)) == wanted
 
 
 def test_compared_models_have_the_same_noise_and_memories_of_their_own(talkers, talk):
@@ -209,6 +209,29 @@ def test_one_model_or_two(flags, capsys):
 def test_4_bits_need_a_gpu_and_a_package(talkers):
     with pytest.raises(UserError, match="needs a CUDA GPU .none was found. and the package bitsandbytes"):
         chat.main(["--model", str(talkers / "b"), "--load_in_4bit"])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_a_model_larger_than_the_memory_says_the_same(family, tmp_path):
+    """--offload: some layers in memory and some on disk; tied embeddings (qwen2, gpt2) are the awkward case."""
+    kind = small_models.FAMILIES[family]
+    folder = small_models.save_family(tmp_path / family, kind)
+    args = chat.parse_args(["--model", str(folder), "--offload"])
+    placement = chat.place(args, torch.device("cpu"), torch.float32, str(tmp_path / "scratch"))
+    most = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * 9 // 10
+    whole = answers.Answerer(folder, "fp32", "cpu", kind.template)
+    split = answers.Answerer(folder, "fp32", "cpu", kind.template, placement=placement | {"max_memory": {"cpu": most}})
+    assert {"cpu", "disk"} <= set(map(str, split.hf.hf_device_map.values())), split.hf.hf_device_map
+    assert chat.where(whole.hf) == "" and " on cpu, " in chat.where(split.hf) and " on disk" in chat.where(split.hf)
+    prompt = encode_prompt(whole.tokenizer, [user("Hi")])
+    params = whole.params(max_new_tokens=12, temperature=1.0, top_p=1.0, top_k=0, seed=3)
+    assert list(chat.sampled_tokens(split, prompt, params, 0)) == list(chat.sampled_tokens(whole, prompt, params, 0))
+
+
+def test_offload_where_all_fits(talk, talkers):
+    shown = talk(["--model", talkers / "b", "--offload", "--seed", "1"], ["Hi", "/quit"])
+    plain = talk(["--model", talkers / "b", "--seed", "1"], ["Hi", "/quit"])
+    assert shown.split("/quit ends.")[1] == plain.split("/quit ends.")[1]
 
 
 def test_a_reward_model_is_no_talker(talkers):
