@@ -277,7 +277,7 @@ def ppo(
         items.append(Item("buffers", "rollout", actor_how.weight_bytes * bucket))
     items += sampling(actor, actor_how, decode_rows, prompt, response)
 
-    copies = 1 + (ref is not None) + divides_logits
+    copies = 1 + divides_logits  # of the actor, then of the reference
     items.append(Item("logits", "score", logits(actor, actor_how, decode_rows, response + 1, copies)))
     widest = max([actor, critic, *frozen], key=lambda shape: shape.intermediate + shape.hidden)
     items.append(Item("activations", "score", activations(widest, actor_how, decode_rows, length)))
@@ -296,7 +296,7 @@ def evaluation(models: list[Shape], judges: list[Shape], how: How, *, rows: int,
     largest = max(models, key=lambda shape: shape.parameters)
     items = [Item("weights", ALWAYS, _whole(largest, how)), *(frozen_model(shape, how) for shape in judges)]
     items += sampling(largest, how, rows, prompt, response)
-    # Of one batch before and after the temperature, and still of the batch before.
-    items.append(Item("logits", "score", logits(largest, how, rows, response + 1, copies=3)))
+    # Before and after the temperature.
+    items.append(Item("logits", "score", logits(largest, how, rows, response + 1, copies=2)))
     items.append(Item("activations", "score", activations(largest, how, rows, prompt + response)))
     return [*items, loading(*((shape, how) for shape in [*models, *judges]))]

@@ -77,6 +77,7 @@ class Answerer:
             # of the kept positions, the first chose the first response token
             each = tensor_ops.logprobs_of(tensor_ops.response_slice(logits, 1), response.to(self.device))
             sums += tensor_ops.masked_sum(each.double().cpu(), mask.bool(), 1).tolist()
+            del logits  # as large as the model; not beside those of the next batch
         return sums
 
 

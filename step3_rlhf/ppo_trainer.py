@@ -167,6 +167,7 @@ class PPOTrainer:
             response, width = part["response"], part["response"].shape[1]
             logits = self.response_logits(self.actor, ids, seen, width)
             computed = {"logprobs": logprobs_of(logits, response), "entropy": entropy_of(logits)}
+            del logits  # a number for each word of the vocabulary, at each token: too large to stand beside others
             computed["ref_logprobs"] = computed["logprobs"]
             if self.ref is not None:
                 computed["ref_logprobs"] = logprobs_of(self.response_logits(self.ref, ids, seen, width), response)

@@ -126,7 +126,7 @@ def test_the_rl_step_by_hand():
     assert table["KV cache"]["rollout"] == 2 * 4 * 5 * 2 * 8
     # prompts: 6 tokens x (3 x 30 numbers + 3 of the mask); a step: keys and values on 2 heads, 28 bytes a logit
     assert table["activations"]["rollout"] == max(6 * 4 * (90 + 3), 2 * 4 * 2 * 8 * 10 + 2 * 50 * 28)
-    assert table["logits"]["score"] == 50 * 6 * (2 * 2 * 4 + 8)  # of actor and reference, for 5 + 1 positions
+    assert table["logits"]["score"] == 50 * 6 * (2 * 4 + 8)  # of actor or reference, for 5 + 1 positions
     assert table["logits"]["actor"] == 50 * 6 * (12 + 8)
     layer = 4 * 4 * 20 + 10 * 4 * 10 + 4 * 8
     assert table["activations"]["critic"] == 8 * (4 * 10 + layer + 4 * (5 * 10 + 2 * 20))
