@@ -84,14 +84,16 @@ def in_our_names(row: dict, names: dict[str, str]) -> dict:
     if names:
         moved = {*names, *names.values()}
         row = {ours: row[theirs] for ours, theirs in names.items()} | rest(row, moved)
-    changes = _small_letters(tuple(row))
+    changes, _ = _look_at(tuple(row))
     return {changes.get(name, name): value for name, value in row.items()} if changes else row
 
 
 @functools.lru_cache(maxsize=1000)
-def _small_letters(names: tuple) -> dict[str, str]:
+def _look_at(names: tuple) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What of these names is ours in other letters, and which may hold pictures; rows of one source ask the same."""
     tidy = {name: name.strip().lower() for name in names if isinstance(name, str)}
-    return {name: ours for name, ours in tidy.items() if ours in WORDS and ours not in names}
+    ours = {name: small for name, small in tidy.items() if small in WORDS and small not in names}
+    return ours, tuple(name for name, small in tidy.items() if small in _MEDIA)
 
 
 # Rows that are not text ----------------------------------------------------------------------------------------------
@@ -99,8 +101,8 @@ def _small_letters(names: tuple) -> dict[str, str]:
 
 def refuse_media(row: dict) -> None:
     """Nothing here looks at pictures: a row that has one would be trained on as if it had not."""
-    for name in row:
-        if str(name).lower() in _MEDIA and _says_something(row[name]):
+    for name in _look_at(tuple(row))[1]:
+        if _says_something(row[name]):
             raise BadRow(
                 f"multimodal: the column {name} is filled",
                 "only text can be trained on; remove the column where the text stands alone",

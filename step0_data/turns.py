@@ -104,6 +104,7 @@ def _content(value, column: str) -> str:
 # Dialogues in one string ---------------------------------------------------------------------------------------------
 
 _NAME = r"(Human|Assistant):(?=\s|$)"
+_FIRST_NAME = re.compile(r"\s*(?:Human|Assistant):")
 _TURN, _TURN_IN_A_LINE = re.compile(r"(?:^|\n\n)" + _NAME), re.compile(r"(?:^|\s)" + _NAME)
 
 
@@ -112,7 +113,7 @@ def dialogue_of(text: str) -> list[dict] | None:
 
     Only a name after an empty line begins a turn: "Human:" anywhere else belongs to the text around it.
     """
-    return _turns(_TURN.split(text))
+    return _turns(_TURN.split(text)) if _FIRST_NAME.match(text) else None
 
 
 def prompt_of(value, column: str) -> tuple[list[dict], bool]:
@@ -124,7 +125,7 @@ def prompt_of(value, column: str) -> tuple[list[dict], bool]:
     if not isinstance(value, str):
         return messages_of(value, column), False
     dialogue = dialogue_of(value)
-    if not _is_open(dialogue) and value.rstrip().endswith("Assistant:"):
+    if not _is_open(dialogue) and _FIRST_NAME.match(value) and value.rstrip().endswith("Assistant:"):
         dialogue = _turns(_TURN_IN_A_LINE.split(value))
         roles = [turn["role"] for turn in dialogue or ()]
         if roles != ["user", "assistant"] * (len(roles) // 2):
