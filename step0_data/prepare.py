@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from step0_data import columns, formats, output, sources, split, toy  # noqa: E402
+from step0_data import columns, dataset_info, formats, output, sources, split, toy  # noqa: E402
 
 
 def parse_args(argv=None):
@@ -26,6 +26,7 @@ def parse_args(argv=None):
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
     group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT])")
+    group.add_argument("--dataset_info", default=None, metavar="FILE", help="LLaMA-Factory's dataset_info.json: --dataset takes names of its entries too, with their columns")
     group.add_argument("--data_dir", default=None, metavar="FOLDER", help="a folder inside the source, such as harmless-base of Anthropic/hh-rlhf; default: all of it")
     group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source, of its train and its test part each (tiny: of each file written); 0: all")
     group.add_argument("--format", default=None, choices=[form.name for form in formats.FORMS], help="the form of all rows; default: recognised row by row from the columns")
@@ -47,6 +48,8 @@ def parse_args(argv=None):
 
 def main() -> None:
     args = parse_args()
+    if args.dataset_info:
+        args.dataset, args.columns = dataset_info.look_up(args.dataset_info, args.dataset, args.columns)
     is_tiny = args.dataset == ["tiny"]
     if "tiny" in args.dataset and (not is_tiny or args.data_dir or args.format or args.columns):
         raise UserError(

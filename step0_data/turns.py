@@ -33,7 +33,7 @@ class Record:
 
 # Lists of messages ---------------------------------------------------------------------------------------------------
 
-_ROLES = {
+ROLES = {
     **{name: "user" for name in ("user", "human", "prompter")},
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model", "function_call", "tool_call")},
     **{name: "tool" for name in ("tool", "observation", "function", "tool_response")},
@@ -54,9 +54,9 @@ def messages_of(value, column: str) -> list[dict]:
         if not isinstance(item, dict):
             raise BadRow(f"{column} holds a {type(item).__name__}", "wanted messages: {role, content} or {from, value}")
         role = item.get("role") if item.get("role") is not None else item.get("from")
-        if str(role).lower() not in _ROLES:
-            raise BadRow(f"{column} has the role {role!r}", f"roles known: {', '.join(_ROLES)}")
-        messages.append(message(_ROLES[str(role).lower()], _said(item, column)))
+        if str(role).lower() not in ROLES:
+            raise BadRow(f"{column} has the role {role!r}", f"roles known: {', '.join(ROLES)}")
+        messages.append(message(ROLES[str(role).lower()], _said(item, column)))
     return messages
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common import cli
-from step0_data import formats, prepare
+from step0_data import dataset_info, formats, prepare
 
 
 def user(text):
@@ -525,3 +525,97 @@ def test_the_answers_of_gsm8k_reach_reward_functions_untouched(tmp_path, monkeyp
     assert found == wanted and len(found) == 2000
     numbers = [row["answer"].rsplit("####", 1)[-1].strip().replace(",", "") for row in found]  # as the README has it
     assert numbers[:3] == ["72", "10", "5"] and all(float(number) == int(number) for number in numbers)
+
+
+# ---- LLaMA-Factory's registry
+
+INFO = {
+    "plain": {"file_name": "plain.json"},
+    "renamed": {
+        "file_name": "more/renamed.jsonl",
+        "columns": {"prompt": "问", "query": "input", "response": "答", "system": "sys", "history": None},
+    },
+    "renamed_too": {"file_name": "more/renamed.jsonl", "columns": {"prompt": "问", "response": "x"}},
+    "pairs": {
+        "file_name": "pairs.json",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"},
+    },
+    "openai": {
+        "file_name": "openai.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "pretrain": {"file_name": "wiki.json", "columns": {"prompt": "body"}},
+    "hub": {"hf_hub_url": "some/set", "subset": "zh", "split": "test"},
+    "folder": {"hf_hub_url": "some/set", "folder": "data/zh"},
+    "script": {"script_url": "belle"},
+    "odd tags": {"file_name": "x.json", "formatting": "sharegpt", "tags": {"user_tag": "wizard"}},
+    "odd pictures": {"file_name": "x.json", "columns": {"images": "pics"}},
+}
+
+
+@pytest.fixture
+def info(tmp_path) -> Path:
+    write(tmp_path / "lf/plain.json", [{"instruction": "Q", "input": "", "output": "A"}])
+    write(tmp_path / "lf/more/renamed.jsonl", [{"问": "Q", "input": "x", "答": "A", "sys": "S"}])
+    turn = {"from": "human", "value": "Q"}
+    pairs = [{"talk": [turn], "good": {"from": "gpt", "value": "A"}, "bad": {"from": "gpt", "value": "B"}}]
+    write(tmp_path / "lf/pairs.json", pairs)
+    talks = [{"messages": [user("Q"), assistant("A")], "label": True}, {"messages": [user("R"), B[0]], "label": False}]
+    write(tmp_path / "lf/openai.json", talks)
+    write(tmp_path / "lf/wiki.json", [{"body": "从前", "title": "x"}])
+    path = tmp_path / "lf/dataset_info.json"
+    path.write_text(json.dumps(INFO, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "stage", "wanted"),
+    [
+        ("plain", "alpaca", "sft", [talk("Q", "A")]),
+        ("renamed", "alpaca", "sft", [{"messages": [SYSTEM, user("Q\nx"), assistant("A")]}]),
+        ("pairs", "preference", "preference", [pair("Q", "A", "B")]),
+        ("openai", "unpaired", "sft", [talk("Q", "A")]),
+        ("pretrain", "text", "pretrain", [{"text": "从前"}]),
+    ],
+)
+def test_an_entry_of_llama_factorys_registry_is_a_source(info, name, form, stage, wanted, tmp_path, monkeypatch):
+    words = ["--dataset_info", info, "--dataset", name, "--stages", stage, "--eval_fraction", 0]
+    assert run(monkeypatch, *words, "--output_dir", tmp_path / "data") == 0
+    assert rows_of(tmp_path / "data", stage) == wanted and list(ledger(tmp_path / "data")["forms"]) == [form]
+
+
+def test_entries_on_the_hub_become_hub_names(info):
+    sources, words = dataset_info.look_up(str(info), ["hub", "folder@0.5", "other/set"], ["text=x"])
+    assert sources == ["some/set:zh@test", "some/set:data/zh@0.5", "other/set"] and words == ["text=x"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["plian"], "plian: no entry of "),
+        (["plian"], "the nearest there: plain"),
+        (["script"], "script: its entry has no file_name and no hf_hub_url; download"),
+        (["odd tags"], "odd tags: its entry has the tag user_tag 'wizard' (known: user, human, prompter); rename"),
+        (["odd pictures"], "odd pictures: its entry has a column of images; only text"),
+        (["plain", "renamed"], "need different --columns (plain: none; renamed: instruction=问 output=答 system=sys)"),
+    ],
+)
+def test_an_entry_that_cannot_be_followed_is_named(info, names, message, tmp_path, monkeypatch, capsys):
+    words = ["--dataset_info", info, "--dataset", *names, "--output_dir", tmp_path / "data"]
+    assert run(monkeypatch, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "data").exists()
+
+
+def test_a_registry_that_is_none_is_named(tmp_path, monkeypatch, capsys):
+    for content, message in (("[1]", "wanted an object with an entry"), ("{", "cannot be read (Expecting property")):
+        (tmp_path / "info.json").write_text(content)
+        assert run(monkeypatch, "--dataset_info", tmp_path / "info.json", "--dataset", "x") == 2
+        assert message in capsys.readouterr().err
