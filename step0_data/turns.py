@@ -69,6 +69,8 @@ def _said(item: dict, column: str) -> str:
     calls = item.get("tool_calls") or ([item["function_call"]] if item.get("function_call") else [])
     if not calls:
         return _content(content, column)
+    if not isinstance(calls, list):
+        raise BadRow(f"{column} has tool_calls that are a {type(calls).__name__}", "wanted a list of calls")
     text = "" if content is None else _content(content, column)
     written = [_call(call, column) for call in calls]
     return (text and text + "\n") + (written[0] if len(written) == 1 else f"[{', '.join(written)}]")

@@ -1,6 +1,8 @@
 """Record forms: each known layout gives the right conversation, and each kind of bad row says what is wrong."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from step0_data import columns, formats, prepare
 
@@ -675,3 +677,52 @@ def test_a_wrong_flag_is_a_usage_error(words, message, capsys):
         prepare.parse_args(["--dataset", "x.jsonl", *words])
     error = capsys.readouterr().err
     assert end.value.code == 2 and message in error and error.count("\n") == 1
+
+
+# --- whatever a row holds -------------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    "messages", "messages kto_tag", "conversations system", "messages chosen rejected", "prompt chosen rejected margin",
+    "conversations chosen rejected", "chosen rejected_response", "instruction input output system history",
+    "instruction output kto_tag", "prompt responses scores", "instruction completions", "question answers ranks",
+    "prompt completion", "prompt completion label", "question answer", "question human_answers", "prompt answer",
+    "text",
+    "question answer_0 answer_1 score_0 score_1", "history human_ref_A human_ref_B labels", "Prompt images", "foo",
+]  # fmt: skip
+TEXTS = st.sampled_from(["", " ", "1", "x", "y", "Human: x Assistant:", "\n\nHuman: x\n\nAssistant: y", "\ud83d"])
+LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | TEXTS
+CONTENT = TEXTS | st.lists(
+    st.sampled_from([{"type": "text", "text": "x"}, {"type": "image"}, {"type": "text"}, "x", {}])
+)
+ODD = st.sampled_from([None, [], [{"function": {"name": "f"}}], [3], {"a": 1}, "x", 3, [{}], [{"name": "f"}]])
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "user", "assistant", "system", "tool", "", None, 3])},
+        optional={"content": CONTENT | LEAVES, "tool_calls": ODD, "function_call": ODD, "from": TEXTS, "value": LEAVES},
+    ),
+    max_size=4,
+)
+ANSWERS = st.lists(TEXTS | st.fixed_dictionaries({}, optional={"text": LEAVES, "score": LEAVES, "rank": LEAVES}))
+VALUES = st.one_of(
+    TEXTS, LEAVES, MESSAGES, ANSWERS, st.lists(LEAVES, max_size=3), st.lists(st.lists(TEXTS, max_size=3)), ODD
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(data=st.data())
+def test_any_row_is_converted_or_a_bad_row(data):
+    row = {name: data.draw(VALUES, name) for name in data.draw(st.sampled_from(LAYOUTS)).split()}
+    form_name = data.draw(st.sampled_from([None, None, *(form.name for form in formats.FORMS)]))
+    try:
+        form, record = formats.convert(row, form_name)
+    except formats.BadRow as bad:
+        assert bad.reason and bad.fix
+        return
+    if form.name == "text":
+        assert record.text.strip()
+        return
+    assert any(message["role"] == "user" and message["content"].strip() for message in record.prompt)
+    for part in (record.prompt, record.answer, record.rejected):
+        assert part is None or all(isinstance(m["content"], str) and list(m) == ["role", "content"] for m in part)
+    for answer in (record.answer, record.rejected):
+        assert answer is None or (answer[-1]["role"] == "assistant" and answer[-1]["content"].strip())
