@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli  # noqa: E402
 from common.errors import UserError  # noqa: E402
-from step0_data import formats, output, sources, split, toy  # noqa: E402
+from step0_data import columns, dataset_info, formats, output, sources, split, toy  # noqa: E402
 
 
 def parse_args(argv=None):
@@ -26,8 +26,11 @@ def parse_args(argv=None):
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
     group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT])")
+    group.add_argument("--dataset_info", default=None, metavar="FILE", help="LLaMA-Factory's dataset_info.json: --dataset takes names of its entries too, with their columns")
     group.add_argument("--data_dir", default=None, metavar="FOLDER", help="a folder inside the source, such as harmless-base of Anthropic/hh-rlhf; default: all of it")
     group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source, of its train and its test part each (tiny: of each file written); 0: all")
+    group.add_argument("--format", default=None, choices=[form.name for form in formats.FORMS], help="the form of all rows; default: recognised row by row from the columns")
+    group.add_argument("--columns", nargs="+", type=_columns, default=None, metavar="OURS=THEIRS", help="names of columns, before the form is looked for, such as prompt=question chosen=good rejected=bad; a column of our name is replaced")
     group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or set it aside and count it")
     cli.add_switch(group, "--drop_duplicates", False, "set aside rows that repeat an earlier one; they are counted either way")
     group = parser.add_argument_group("who gets which row (files and hub; the tiny set has its own split)")
@@ -45,8 +48,10 @@ def parse_args(argv=None):
 
 def main() -> None:
     args = parse_args()
+    if args.dataset_info:
+        args.dataset, args.columns = dataset_info.look_up(args.dataset_info, args.dataset, args.columns)
     is_tiny = args.dataset == ["tiny"]
-    if "tiny" in args.dataset and (not is_tiny or args.data_dir):
+    if "tiny" in args.dataset and (not is_tiny or args.data_dir or args.format or args.columns):
         raise UserError(
             "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
         )
@@ -70,7 +75,10 @@ def main() -> None:
         else:
             rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
             skip_bad = args.on_bad_row == "skip"
-            stages, ledger = split.collect(datasets, rule, args.max_rows, skip_bad, args.drop_duplicates)
+            names = columns.mapping(args.columns)
+            stages, ledger = split.collect(
+                datasets, rule, args.max_rows, skip_bad, args.drop_duplicates, args.format, names
+            )
 
         # 3. The negative control: preferences that say nothing.
         if args.shuffle_preferences:
@@ -95,6 +103,13 @@ def main() -> None:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
     print(output.next_command(args.output_dir, output.counts(stages), is_tiny))
+
+
+def _columns(text: str) -> str:
+    try:
+        return columns.pair_of_names(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _fraction(text: str) -> float:

@@ -85,9 +85,17 @@ def hash_inputs(datasets: Sequence[str]) -> dict[str, dict[str, str] | None]:
 
 
 def collect(
-    datasets: Sequence[str], rule: Rule, max_rows: int, skip_bad: bool, drop_duplicates: bool
+    datasets: Sequence[str],
+    rule: Rule,
+    max_rows: int,
+    skip_bad: bool,
+    drop_duplicates: bool,
+    form_name: str | None = None,
+    names: dict[str, str] | None = None,
 ) -> tuple[dict[str, dict[str, list[dict]]], list[dict]]:
     """({stage: {"train": rows, "eval": rows}}, ledger).
+
+    `form_name` and `names` as in `formats.convert`.
 
     Raises:
         UserError: a source cannot be read, a bad row without `skip_bad`, or nothing is left.
@@ -114,7 +122,7 @@ def collect(
             try:
                 if isinstance(row.value, formats.BadRow):
                     raise row.value
-                form, record = formats.convert(row.value)
+                form, record = formats.convert(row.value, form_name, names)
             except formats.BadRow as bad:
                 if not skip_bad:
                     raise UserError(f"{row.where}: {bad}; or set such rows aside with --on_bad_row skip") from bad

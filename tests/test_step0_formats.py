@@ -1,8 +1,10 @@
 """Record forms: each known layout gives the right conversation, and each kind of bad row says what is wrong."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from step0_data import formats
+from step0_data import columns, formats, prepare
 
 
 def user(text):
@@ -13,7 +15,21 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+def sharegpt(*turns):
+    return [{"from": name, "value": text} for name, text in turns]
+
+
 Q, A, B = [user("Q")], [assistant("A")], [assistant("B")]
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "上海", "days": 1.0}'}}
+TIME = {"id": "c2", "type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}
 
 # name: (row, form, prompt, answer, rejected, extra)
 GOOD = {
@@ -85,6 +101,142 @@ GOOD = {
         B,
         {},
     ),
+    "openai pair: messages without the answer": (
+        {"messages": [system("S"), *Q], "chosen": A[0], "rejected": B[0]},
+        "preference",
+        [system("S"), *Q],
+        A,
+        B,
+        {},
+    ),
+    "sharegpt pair of strings": (
+        {"conversations": sharegpt(("human", "Q")), "chosen": " A", "rejected": "B\n", "system": "S"},
+        "preference",
+        [system("S"), *Q],
+        [assistant(" A")],
+        [assistant("B\n")],
+        {},
+    ),
+    "rejected_response": ({"query": "Q", "chosen": "A", "rejected_response": "B"}, "preference", Q, A, B, {}),
+    "an open dialogue and the rest of it": (
+        {"prompt": "\n\nHuman: h\n\nAssistant: i\n\nHuman: Q\n\nAssistant:", "chosen": " A\n", "rejected": " B"},
+        "preference",
+        [user("h"), assistant("i"), *Q],
+        A,
+        B,
+        {},
+    ),
+    "an open dialogue in one line": (
+        {"prompt": " Human: h Assistant: i Human: Q Assistant:", "chosen": "A", "rejected": "B"},
+        "preference",
+        [user("h"), assistant("i"), *Q],
+        A,
+        B,
+        {},
+    ),
+    "names in one line that do not alternate are text": (
+        {"prompt": "Human: a Human: b Assistant:", "chosen": " A", "rejected": "B"},
+        "preference",
+        [user("Human: a Human: b Assistant:")],
+        [assistant(" A")],
+        B,
+        {},
+    ),
+    "names inside a text are text": (
+        {"prompt": "Say Human: hi Assistant:", "chosen": "A", "rejected": "B"},
+        "preference",
+        [user("Say Human: hi Assistant:")],
+        A,
+        B,
+        {},
+    ),
+    "the name at the head of both answers": (
+        {"prompt": "\n\nHuman: Q\n\n", "chosen": "Assistant: A", "rejected": "Assistant: B"},
+        "preference",
+        Q,
+        A,
+        B,
+        {},
+    ),
+    "the same in one line": (
+        {"prompt": "Human: h Assistant: i Human: Q ", "chosen": "Assistant: A", "rejected": "Assistant: B"},
+        "preference",
+        [user("h"), assistant("i"), *Q],
+        A,
+        B,
+        {},
+    ),
+    "the name at the head of one answer is text": (
+        {"prompt": "Q", "chosen": "Assistant: A", "rejected": "B"},
+        "preference",
+        Q,
+        [assistant("Assistant: A")],
+        B,
+        {},
+    ),
+    "ultrafeedback, four answers": (
+        {
+            "source": "evol",
+            "instruction": "Q",
+            "models": ["m1", "m2", "m3", "m4"],
+            "completions": [
+                {"model": "m1", "response": "C", "overall_score": 6.0},
+                {"model": "m2", "response": "A", "overall_score": 8.5},
+                {"model": "m3", "response": "B", "overall_score": 2.0},
+                {"model": "m4", "response": "", "overall_score": None},
+            ],
+        },
+        "scored",
+        Q,
+        A,
+        B,
+        {"source": "evol", "models": ["m1", "m2", "m3", "m4"]},
+    ),
+    "responses and scores": (
+        {"prompt": Q, "responses": ["B", "A", "C"], "scores": ["1", "3", "2"]},
+        "scored",
+        Q,
+        A,
+        B,
+        {},
+    ),
+    "the first of equals": ({"question": "Q", "answers": ["A", "C", "B"], "scores": [2, 2, 1]}, "scored", Q, A, B, {}),
+    "ratings with gaps": (
+        {"instruction": "Q", "input": "x", "generations": ["C", "A", "B"], "ratings": ["N/A", "4", "2"]},
+        "scored",
+        [user("Q\nx")],
+        A,
+        B,
+        {},
+    ),
+    "ranks: 1 is the best": (
+        {"messages": Q, "responses": ["C", "B", "A"], "ranks": [2, 3, 1]},
+        "scored",
+        Q,
+        A,
+        B,
+        {},
+    ),
+    "nectar": (
+        {
+            "prompt": "\n\nHuman: Q\n\nAssistant: ",
+            "answers": [{"answer": "A", "rank": 1.0}, {"answer": "C", "rank": 2.0}, {"answer": " B", "rank": 7.0}],
+            "turns": 1,
+        },
+        "scored",
+        Q,
+        A,
+        B,
+        {"turns": 1},
+    ),
+    "answers without scores are references": (
+        {"question": "Q", "answers": ["A", "B"]},
+        "prompt",
+        Q,
+        None,
+        None,
+        {"answers": ["A", "B"]},
+    ),
     "question pair": ({"question": "Q", "chosen": "A", "rejected": "B"}, "preference", Q, A, B, {}),
     "messages": ({"messages": Q + A}, "messages", Q, A, None, {}),
     "messages win over prompt": (
@@ -126,9 +278,120 @@ GOOD = {
         None,
         {},
     ),
+    "sharegpt with a function call as the answer": (
+        {"conversations": sharegpt(("human", "Q"), ("function_call", '{"name": "f", "arguments": {}}')), "tools": "[]"},
+        "sharegpt",
+        Q,
+        [assistant('{"name": "f", "arguments": {}}')],
+        None,
+        {"tools": "[]"},
+    ),
+    "tool calls are JSON in the assistant's turn": (
+        {
+            "messages": [
+                {"role": "developer", "content": "S"},
+                *Q,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+                *A,
+            ]
+        },
+        "messages",
+        [
+            system("S"),
+            *Q,
+            assistant('{"name": "weather", "arguments": {"city": "上海", "days": 1.0}}'),
+            tool("rain"),
+        ],
+        A,
+        None,
+        {},
+    ),
+    "two calls and a text": (
+        {"messages": [*Q, {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, TIME]}]},
+        "messages",
+        Q,
+        [
+            assistant(
+                'Let me see.\n[{"name": "weather", "arguments": {"city": "上海", "days": 1.0}}, '
+                '{"name": "time", "arguments": {"zone": "UTC"}}]'
+            )
+        ],
+        None,
+        {},
+    ),
+    "the old function_call; arguments that are no JSON": (
+        {"messages": [*Q, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "x=1"}}]},
+        "messages",
+        Q,
+        [assistant('{"name": "f", "arguments": "x=1"}')],
+        None,
+        {},
+    ),
+    "messages of a parquet file, with the keys of all rows": (
+        {
+            "messages": [
+                {"role": "user", "content": "Q", "tool_calls": None, "from": None, "value": None},
+                {"role": None, "content": None, "tool_calls": [], "from": "gpt", "value": "A"},
+            ],
+            "images": None,
+        },
+        "messages",
+        Q,
+        A,
+        None,
+        {"images": None},
+    ),
+    "parts of text": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "input_text", "text": " more"}]},
+                *A,
+            ]
+        },
+        "messages",
+        [user("Q more")],
+        A,
+        None,
+        {},
+    ),
     "completion": ({"prompt": "Q", "completion": "A"}, "completion", Q, A, None, {}),
     "completion, messages": ({"prompt": Q, "completion": A}, "completion", Q, A, None, {}),
-    "labelled good": ({"prompt": "Q", "completion": "A", "label": True}, "completion", Q, A, None, {}),
+    "labelled good": ({"prompt": "Q", "completion": "A", "label": True}, "unpaired", Q, A, None, {}),
+    "labelled good, as numbers of a file with gaps": (
+        {"prompt": "Q", "completion": "A", "label": 1.0},
+        "unpaired",
+        Q,
+        A,
+        None,
+        {},
+    ),
+    "messages with kto_tag": ({"messages": Q + A, "kto_tag": True, "n": 1}, "unpaired", Q, A, None, {"n": 1}),
+    "messages with label": ({"messages": Q + A, "label": True}, "unpaired", Q, A, None, {}),
+    "messages with another kind of label": (
+        {"messages": Q + A, "label": "sport"},
+        "messages",
+        Q,
+        A,
+        None,
+        {"label": "sport"},
+    ),
+    "sharegpt with kto_tag": (
+        {"conversations": sharegpt(("human", "Q"), ("gpt", "A")), "kto_tag": "True"},
+        "unpaired",
+        Q,
+        A,
+        None,
+        {},
+    ),
+    "alpaca with kto_tag": (
+        {"instruction": "Q", "input": "x", "output": "A", "kto_tag": True},
+        "unpaired",
+        [user("Q\nx")],
+        A,
+        None,
+        {},
+    ),
     "alpaca": ({"instruction": "Q", "input": "", "output": "A"}, "alpaca", Q, A, None, {}),
     "alpaca, all columns": (
         {"instruction": "Q", "input": "x", "output": "A", "system": "S", "history": [["q", "a"]]},
@@ -145,6 +408,22 @@ GOOD = {
         A,
         None,
         {"answer": "A", "level": 2},
+    ),
+    "a number as the answer": (
+        {"Question ": "Q", "Answer": 72},
+        "question",
+        Q,
+        [assistant("72")],
+        None,
+        {"answer": 72},
+    ),
+    "columns in capitals": (
+        {"INSTRUCTION": "Q", "RESPONSE": "A", "SOURCE": "s"},
+        "alpaca",
+        Q,
+        A,
+        None,
+        {"SOURCE": "s"},
     ),
     "problem and solution": ({"problem": "Q", "solution": "A"}, "question", Q, A, None, {"solution": "A"}),
     "prompt": ({"prompt": "Q"}, "prompt", Q, None, None, {}),
@@ -188,10 +467,37 @@ def test_a_margin_is_kept_as_a_number():
     assert formats.convert({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": 2})[1].margin == 2.0
 
 
+@pytest.mark.parametrize(
+    ("row", "margin"),
+    [
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, None),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": "2.5"}, 2.5),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "margin": ""}, None),
+        ({"prompt": "Q", "responses": ["A", "B", "C"], "scores": [3, 0.5, 1]}, 2.5),
+        ({"prompt": "Q", "completions": [{"text": "A", "score": -1}, {"text": "B", "score": -4}]}, 3.0),
+        ({"prompt": "Q", "responses": ["A", "B", "C"], "ranks": [1, 3, 2]}, None),  # by how much, nobody said
+    ],
+)
+def test_the_margin_is_the_difference_of_the_scores(row, margin):
+    form, record = formats.convert(row)
+    assert (record.answer, record.rejected, record.margin) == (A, B, margin)
+
+
+def test_equal_scores_are_set_aside():
+    for row in (
+        {"prompt": "Q", "responses": ["A", "B"], "scores": [1, 1.0]},
+        {"prompt": "Q", "completions": [{"response": "A", "rank": 1}, {"response": "B", "rank": 1}]},
+        {"question": "Q", "answer_0": "A", "answer_1": "B", "score_0": 0.0, "score_1": 0.0},
+    ):
+        assert formats.convert(row)[1].set_aside == "no answer scores better than another"
+
+
 def test_a_bad_answer_is_no_demonstration():
-    for label in (False, 0, "false"):
+    for label in (False, 0, "false", "False", 0.0):
         record = formats.convert({"prompt": "Q", "completion": "A", "label": label})[1]
         assert "no demonstration" in record.set_aside
+    for row in ({"messages": Q + A, "label": False}, {"instruction": "Q", "output": "A", "kto_tag": False}):
+        assert "no demonstration" in formats.convert(row)[1].set_aside
 
 
 def test_text_is_not_trimmed_where_the_form_gives_it_whole():
@@ -222,7 +528,81 @@ BAD = {
     "no messages": ({"messages": "hello"}, "messages is a str; wanted a list of messages"),
     "unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "the role 'wizard'; roles known: .*assistant"),
     "content missing": ({"messages": [{"role": "user"}]}, "content is a NoneType"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text; images and audio"),
+    "image part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "image_url"}]}, *A]},
+        "multimodal: messages has a part of the type 'image_url'; only text",
+    ),
+    "image part of a pair": (
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": A, "rejected": B},
+        "multimodal: prompt has a part of the type 'image'",
+    ),
+    "images beside placeholders": (
+        {"messages": [user("<image>What is this?"), *A], "images": ["cat.jpg"]},
+        "multimodal: the column images is filled; only text .* remove the column",
+    ),
+    "llava": (
+        {"id": 1, "image": "cat.jpg", "conversations": sharegpt(("human", "<image>\nQ"), ("gpt", "A"))},
+        "multimodal: the column image is filled",
+    ),
+    "audio as bytes": ({"prompt": "Q", "Audio": {"bytes": b"RIFF", "path": None}}, "multimodal: the column Audio is"),
+    "videos": ({"instruction": "Q", "output": "A", "videos": [["1.png"]]}, "multimodal: the column videos is filled"),
+    "text part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}, *A]},
+        "messages has a text part without text",
+    ),
+    "a thought beside the answer": (
+        {"messages": [*Q, A[0] | {"reasoning_content": "hm"}]},
+        "messages has a message with reasoning_content, which no stage reads",
+    ),
+    "call without a name": (
+        {"messages": [*Q, {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]},
+        "messages has a tool call without a name",
+    ),
+    "call and nothing else": (
+        {"messages": [*Q, {"role": "assistant", "content": None, "tool_calls": []}]},
+        "messages has a message whose content is a NoneType",
+    ),
+    "late system text": ({"messages": [*Q, system("S"), *A]}, "roles out of order: a system turn after the first turn"),
+    "the assistant begins": ({"messages": [*A, *Q, *B]}, "roles out of order: the conversation begins with the assis"),
+    "an answer to no call": ({"messages": [*Q, tool("1"), *A]}, "roles out of order: a tool answers where nobody"),
+    "two system texts": ({"messages": [system("S"), *Q, *A], "system": "T"}, "there are two system texts"),
+    "system no string": ({"messages": Q + A, "system": ["S"]}, "system is a list; wanted a string"),
+    "history of triples": (
+        {"instruction": "Q", "output": "A", "history": [["q", "a", "x"]]},
+        "history is no list of pairs of strings",
+    ),
+    "history as text": ({"instruction": "Q", "output": "A", "history": "none"}, "history is no list of pairs"),
+    "instruction no string": ({"instruction": {"en": "Q"}, "output": "A"}, "instruction is a dict; wanted a string"),
+    "answer a list": ({"question": "Q", "answer": ["A"]}, "answer is a list; wanted the answer as a string or a num"),
+    "scores too few": ({"prompt": "Q", "responses": ["A", "B"], "scores": [1]}, "responses has 2 entries and scores h"),
+    "scores no list": ({"prompt": "Q", "responses": ["A", "B"], "scores": "12"}, "2 entries and scores is a str"),
+    "one score": (
+        {"prompt": "Q", "responses": ["A", "B"], "scores": [1, None]},
+        "responses has fewer than two answers with a score",
+    ),
+    "scored, no text": (
+        {"prompt": "Q", "completions": [{"score": 1}, {"score": 2}]},
+        "completions has an answer without text; wanted a string or {response, text, content: ...}",
+    ),
+    "the best answer is empty": (
+        {"prompt": "Q", "responses": ["", "B"], "scores": [2, 1]},
+        "the better answer is an empty answer",
+    ),
+    "scored, no prompt": ({"responses": ["A", "B"], "scores": [2, 1]}, "the prompt is empty"),
+    "webgpt, no score": (
+        {"question": "Q", "answer_0": "A", "answer_1": "B", "score_0": None, "score_1": 1},
+        "score_0 or score_1 is no number",
+    ),
+    "shp, no label": (
+        {"history": "Q", "human_ref_A": "A", "human_ref_B": "B", "labels": 2},
+        "labels is 2; wanted 1 .A is preferred. or 0",
+    ),
+    "shp, no text": (
+        {"history": "Q", "human_ref_A": None, "human_ref_B": "B", "labels": 0},
+        "human_ref_A is a NoneType",
+    ),
+    "hc3, no answers": ({"question": "Q", "human_answers": [], "chatgpt_answers": ["B"]}, "human_answers has no str"),
+    "kto_tag": ({"messages": Q + A, "kto_tag": "good"}, "kto_tag is 'good'; wanted true or false"),
     "answer missing": ({"instruction": "Q", "input": "", "output": ""}, "output is an empty answer"),
     "answer no string": ({"instruction": "Q", "output": 3}, "output is a int"),
     "label": ({"prompt": "Q", "completion": "A", "label": "maybe"}, "label is 'maybe'; wanted true or false"),
@@ -242,3 +622,107 @@ def test_every_form_is_listed_once_and_feeds_known_stages():
     assert len({form.name for form in formats.FORMS}) == len(formats.FORMS)
     for form in formats.FORMS:
         assert set(form.feeds) <= set(form.can_feed) <= set(formats.STAGES)
+
+
+# --format and --columns ----------------------------------------------------------------------------------------------
+
+
+def test_a_form_can_be_forced():
+    row = {"prompt": "Q", "messages": Q + B, "text": "T", "completion": "A"}
+    found = {name: formats.convert(row, name)[1] for name in ("messages", "completion", "prompt", "text")}
+    assert formats.convert(row)[0].name == "messages" and formats.convert(row, "completion")[0].name == "completion"
+    assert found["messages"].answer == B and found["completion"].answer == A and found["text"].text == "T"
+    assert found["prompt"].prompt == Q and found["prompt"].answer is None
+
+
+@pytest.mark.parametrize("form", formats.FORMS, ids=lambda form: form.name)
+def test_a_forced_form_that_does_not_fit_says_what_it_wants_and_what_it_saw(form):
+    with pytest.raises(formats.BadRow) as caught:
+        formats.convert({"foo": 1, "bar": 2}, form.name)
+    assert caught.value.reason == (
+        f"the row is not of the form {form.name}, which wants {form.columns}; columns seen: foo, bar"
+    )
+    assert "--columns OURS=THEIRS" in caught.value.fix
+
+
+def test_columns_are_given_our_names_before_the_form_is_looked_for():
+    names = columns.mapping(["prompt=question", "chosen=good", "rejected=bad"])
+    row = {"question": "Q", "good": "A", "bad": "B", "prompt": "an old one", "id": 7}
+    form, record = formats.convert(row, names=names)
+    assert (form.name, record.prompt, record.answer, record.rejected) == ("preference", Q, A, B)
+    assert record.extra == {"id": 7}
+    swapped = columns.mapping(["chosen=rejected", "rejected=chosen"])
+    record = formats.convert({"prompt": "Q", "chosen": "B", "rejected": "A"}, names=swapped)[1]
+    assert (record.answer, record.rejected) == (A, B)
+    record = formats.convert({"Frage": "Q", "Zahl": "4"}, "prompt", columns.mapping(["prompt=Frage", "answer=Zahl"]))[1]
+    assert (record.prompt, record.extra) == (Q, {"answer": "4"})
+
+
+def test_a_mapped_column_that_a_row_lacks_is_named_with_those_it_has():
+    with pytest.raises(formats.BadRow, match="no column good, which --columns calls chosen; columns seen: question, x"):
+        formats.convert({"question": "Q", "x": 1}, names={"chosen": "good"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--columns", "promt=question"], "'promt' in 'promt=question' is none of our columns: prompt, chosen"),
+        (["--columns", "question"], "'question' is not OURS=THEIRS, such as prompt=question"),
+        (["--columns", "prompt="], "'prompt=' is not OURS=THEIRS"),
+        (["--format", "alpacca"], "invalid choice: 'alpacca' (choose from 'preference'"),
+    ],
+)
+def test_a_wrong_flag_is_a_usage_error(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        prepare.parse_args(["--dataset", "x.jsonl", *words])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error and error.count("\n") == 1
+
+
+# --- whatever a row holds -------------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    "messages", "messages kto_tag", "conversations system", "messages chosen rejected", "prompt chosen rejected margin",
+    "conversations chosen rejected", "chosen rejected_response", "instruction input output system history",
+    "instruction output kto_tag", "prompt responses scores", "instruction completions", "question answers ranks",
+    "prompt completion", "prompt completion label", "question answer", "question human_answers", "prompt answer",
+    "text",
+    "question answer_0 answer_1 score_0 score_1", "history human_ref_A human_ref_B labels", "Prompt images", "foo",
+]  # fmt: skip
+TEXTS = st.sampled_from(["", " ", "1", "x", "y", "Human: x Assistant:", "\n\nHuman: x\n\nAssistant: y", "\ud83d"])
+LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | TEXTS
+CONTENT = TEXTS | st.lists(
+    st.sampled_from([{"type": "text", "text": "x"}, {"type": "image"}, {"type": "text"}, "x", {}])
+)
+ODD = st.sampled_from([None, [], [{"function": {"name": "f"}}], [3], {"a": 1}, "x", 3, [{}], [{"name": "f"}]])
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "user", "assistant", "system", "tool", "", None, 3])},
+        optional={"content": CONTENT | LEAVES, "tool_calls": ODD, "function_call": ODD, "from": TEXTS, "value": LEAVES},
+    ),
+    max_size=4,
+)
+ANSWERS = st.lists(TEXTS | st.fixed_dictionaries({}, optional={"text": LEAVES, "score": LEAVES, "rank": LEAVES}))
+VALUES = st.one_of(
+    TEXTS, LEAVES, MESSAGES, ANSWERS, st.lists(LEAVES, max_size=3), st.lists(st.lists(TEXTS, max_size=3)), ODD
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(data=st.data())
+def test_any_row_is_converted_or_a_bad_row(data):
+    row = {name: data.draw(VALUES, name) for name in data.draw(st.sampled_from(LAYOUTS)).split()}
+    form_name = data.draw(st.sampled_from([None, None, *(form.name for form in formats.FORMS)]))
+    try:
+        form, record = formats.convert(row, form_name)
+    except formats.BadRow as bad:
+        assert bad.reason and bad.fix
+        return
+    if form.name == "text":
+        assert record.text.strip()
+        return
+    assert any(message["role"] == "user" and message["content"].strip() for message in record.prompt)
+    for part in (record.prompt, record.answer, record.rejected):
+        assert part is None or all(isinstance(m["content"], str) and list(m) == ["role", "content"] for m in part)
+    for answer in (record.answer, record.rejected):
+        assert answer is None or (answer[-1]["role"] == "assistant" and answer[-1]["content"].strip())

@@ -1,0 +1,115 @@
+"""Columns: what a row has and under which name, `--columns OURS=THEIRS`, and rows that are not text."""
+
+import functools
+import math
+
+from step0_data.turns import BadRow
+
+QUESTION = ("question", "query", "problem")
+ANSWER = ("answer", "response", "completion", "output", "targets", "solution")
+COMPLETION = ("completion", "response", "output")  # beside a `prompt`; `answer` and `solution` there are references
+LABEL = ("label", "kto_tag")
+ALPACA = ("instruction", "input", "output", "system", "history")
+REJECTED = ("rejected", "rejected_response")
+LISTS = ("completions", "responses", "answers", "generations", "candidates")
+SCORES = ("scores", "ratings", "rewards", "ranks")
+
+# What `--columns` can give a name to; in any case of letters they are known without it.
+WORDS = tuple(
+    dict.fromkeys(
+        ("prompt", "chosen", *REJECTED, "margin", "completion", *LABEL, "messages", "conversations", *ALPACA, *QUESTION)
+        + (*ANSWER, "ground_truth", *LISTS, *SCORES, "text")
+    )
+)
+_MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
+
+# Columns whose emptiness means "this row is of another form"; an empty `chosen` or `output` is a bad row instead.
+_SPARSE = {"input", "system", "history", "prompt", "messages", "conversations", "instruction", *LABEL, *QUESTION}
+
+
+def has(row: dict, *columns: str) -> str | None:
+    """The first of the columns that is there and says something; exporters pad rows with nulls and empty strings."""
+    for column in columns:
+        value = row.get(column)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            continue
+        if not (column in _SPARSE and value in ("", [])):
+            return column
+    return None
+
+
+def rest(row: dict, used: set[str]) -> dict:
+    return {name: value for name, value in row.items() if name not in used}
+
+
+def seen(row: dict) -> str:
+    return ", ".join(map(str, row)) or "none"
+
+
+def number(value) -> float | None:
+    """A number, also out of a csv cell; None where there is none."""
+    try:
+        found = math.nan if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+# `--columns` ---------------------------------------------------------------------------------------------------------
+
+
+def pair_of_names(text: str) -> str:
+    """Checks one word of `--columns`; a ValueError says what is wrong."""
+    ours, sign, theirs = text.partition("=")
+    if not (ours and sign and theirs):
+        raise ValueError(f"{text!r} is not OURS=THEIRS, such as prompt=question")
+    if ours not in WORDS:
+        raise ValueError(f"{ours!r} in {text!r} is none of our columns: {', '.join(WORDS)}")
+    return text
+
+
+def mapping(words: list[str] | None) -> dict[str, str]:
+    """{our name: theirs}; of a name given twice the last counts."""
+    return {ours: theirs for ours, _, theirs in (word.partition("=") for word in words or ())}
+
+
+def in_our_names(row: dict, names: dict[str, str]) -> dict:
+    """The row as `--columns` has it, then with our words in small letters: Zhihu-KOL's INSTRUCTION, a csv's Prompt."""
+    for ours, theirs in names.items():
+        if theirs not in row:
+            raise BadRow(
+                f"there is no column {theirs}, which --columns calls {ours}; columns seen: {seen(row)}",
+                "name one of them",
+            )
+    if names:
+        moved = {*names, *names.values()}
+        row = {ours: row[theirs] for ours, theirs in names.items()} | rest(row, moved)
+    changes, _ = _look_at(tuple(row))
+    return {changes.get(name, name): value for name, value in row.items()} if changes else row
+
+
+@functools.lru_cache(maxsize=1000)
+def _look_at(names: tuple) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What of these names is ours in other letters, and which may hold pictures; rows of one source ask the same."""
+    tidy = {name: name.strip().lower() for name in names if isinstance(name, str)}
+    ours = {name: small for name, small in tidy.items() if small in WORDS and small not in names}
+    return ours, tuple(name for name, small in tidy.items() if small in _MEDIA)
+
+
+# Rows that are not text ----------------------------------------------------------------------------------------------
+
+
+def refuse_media(row: dict) -> None:
+    """Nothing here looks at pictures: a row that has one would be trained on as if it had not."""
+    for name in _look_at(tuple(row))[1]:
+        if _says_something(row[name]):
+            raise BadRow(
+                f"multimodal: the column {name} is filled",
+                "only text can be trained on; remove the column where the text stands alone",
+            )
+
+
+def _says_something(value) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(_says_something, value.values() if isinstance(value, dict) else value))
+    return value is not None and value is not False and not (isinstance(value, str) and not value)

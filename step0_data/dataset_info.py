@@ -1,0 +1,94 @@
+"""LLaMA-Factory's `dataset_info.json`: the data sets named there as sources and `--columns` of ours."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import UserError
+from step0_data.turns import ROLES
+
+_OURS = {"prompt": "instruction", "query": "input", "response": "output"}  # other columns have the same names
+_SAME = ("history", "system", "chosen", "rejected", "kto_tag")
+_LISTS = ("messages", "conversations")
+_MEDIA = ("images", "videos", "audios")  # a column of that name is refused row by row, as anywhere
+_TAGS = {
+    "role_tag": ("from", "role"),
+    "content_tag": ("value", "content"),
+    **{
+        f"{tag}_tag": tuple(name for name, known in ROLES.items() if known == role)
+        for tag, role in (
+            ("user", "user"),
+            ("assistant", "assistant"),
+            ("function", "assistant"),
+            ("observation", "tool"),
+            ("system", "system"),
+        )
+    },
+}
+
+
+def look_up(file: str, datasets: Sequence[str], columns: list[str] | None) -> tuple[list[str], list[str] | None]:
+    """(sources, words of `--columns`) with the names of that file worked in; `columns` wins.
+
+    Raises:
+        UserError: the file cannot be read, has no such entry, or has one that cannot be followed.
+    """
+    path = Path(file).expanduser()
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--dataset_info {file}: cannot be read ({error}); give LLaMA-Factory's file") from error
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise UserError(f"--dataset_info {file}: wanted an object with an entry for each data set")
+    sources, found = [], {}
+    for typed in datasets:
+        name, at, rest = typed.partition("@")
+        if name in entries:
+            sources.append(_source(path.parent, name, entries[name]) + at + rest)
+            found[name] = _columns(name, entries[name])
+        elif "/" in name or Path(name).expanduser().exists():
+            sources.append(typed)
+            found[name] = []
+        else:
+            near = difflib.get_close_matches(name, entries, 1) or list(entries)[:5]
+            raise UserError(f"{name}: no entry of {file}, and no file; the nearest there: {', '.join(near)}")
+    first = next(iter(found), None)
+    for name, words in found.items():
+        if words != found[first]:
+            these = f"{first}: {' '.join(found[first]) or 'none'}; {name}: {' '.join(words) or 'none'}"
+            raise UserError(f"--dataset_info: the data sets need different --columns ({these}); prepare them apart")
+    return sources, [*found.get(first, ()), *(columns or ())] or None
+
+
+def _source(folder: Path, name: str, entry: dict) -> str:
+    if entry.get("hf_hub_url"):
+        inside = [entry[key] for key in ("subset", "folder") if entry.get(key)]
+        if len(inside) > 1:
+            raise UserError(f"{name}: its entry has both a subset and a folder; download that folder and give its path")
+        split = [entry["split"]] if entry.get("split") else []
+        return entry["hf_hub_url"] + "".join(f":{it}" for it in inside) + "".join(f"@{it}" for it in split)
+    if entry.get("file_name"):
+        return str(folder / entry["file_name"])
+    raise UserError(f"{name}: its entry has no file_name and no hf_hub_url; download the data and give their path")
+
+
+def _columns(name: str, entry: dict) -> list[str]:
+    """Words of `--columns` where its names are not ours already."""
+    for tag, value in entry.get("tags", {}).items():
+        if value not in _TAGS.get(tag, ()):
+            wanted = f"known: {', '.join(_TAGS[tag])}" if tag in _TAGS else "an unknown tag"
+            raise UserError(f"{name}: its entry has the tag {tag} {value!r} ({wanted}); rename it in the data")
+    words, theirs = [], {key: value for key, value in entry.get("columns", {}).items() if value}
+    for key, column in theirs.items():
+        if key in _MEDIA and column != key:
+            raise UserError(f"{name}: its entry has a column of {key}; only text can be trained on here")
+        if key == "messages":
+            ours = column if column in _LISTS else "conversations"
+        elif list(theirs) == ["prompt"]:
+            ours = "text"  # with nothing beside it, a prompt is pretraining text
+        else:
+            ours = _OURS.get(key) or (key if key in _SAME else None)
+        if ours and ours != column:
+            words.append(f"{ours}={column}")
+    return words
