@@ -20,48 +20,8 @@ from pathlib import Path
 
 import jinja2
 
+from common.chat_templates import BUILTIN_TEMPLATES, ending_in_eos, turn_end
 from common.errors import UserError
-
-# The space after "Assistant:" belongs to the answer, not to the generation prompt. Tokenizers glue a space to
-# the word that follows it ("\u2581Yes"), so a prompt ending in a space would be followed by "Yes" in rollouts and by
-# "\u2581Yes" in any text the model ever read. Text is never trimmed here: cleaning is step 0's business.
-# eos_token stands after each answer as a template variable, not as typed text, so that servers that know only
-# the template show later turns the same context that training did.
-_HUMAN_ASSISTANT = (
-    "{% if bos_token %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}"
-    "{% if not loop.first %}{{ '\\n\\n' }}{% endif %}{{ message['content'] }}"
-    "{% elif message['role'] == 'user' %}"
-    "{{ '\\n\\nHuman: ' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}"
-    "{{ '\\n\\nAssistant:' }}{% if message['content'] %}{{ ' ' + message['content'] }}{% endif %}"
-    "{% if eos_token %}{{ eos_token }}{% endif %}"
-    "{% else %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
-)
-
-# SmolLM2 and its kin declare <|im_start|> as their BOS; it must not stand there twice.
-_CHATML = (
-    "{% set turn_end = '<|im_end|>' %}"
-    "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + turn_end + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-_PLAIN = (
-    "{% if bos_token %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}"
-    "{{ message['content'] }}"
-    "{% if message['role'] == 'system' %}{{ '\\n\\n' }}{% endif %}"
-    "{% if message['role'] == 'assistant' and eos_token %}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
-)
-
-BUILTIN_TEMPLATES = {"human-assistant": _HUMAN_ASSISTANT, "chatml": _CHATML, "plain": _PLAIN}
 
 _SENTINEL = "Sentinel42"
 _NO_EOS = (
@@ -95,14 +55,15 @@ def ensure_template(tokenizer, name_or_file: str | None) -> str:
     elif not name_or_file:
         raise UserError(f"the tokenizer has no chat template; name one with --chat_template: {known}, or a jinja file")
     elif name_or_file in BUILTIN_TEMPLATES:
-        template = BUILTIN_TEMPLATES[name_or_file]
+        template, end = BUILTIN_TEMPLATES[name_or_file], turn_end(name_or_file)
         used = f"the built-in chat template {name_or_file}"
-        if name_or_file == "chatml" and "<|im_end|>" not in _marker_ids(tokenizer):
+        if end not in _marker_ids(tokenizer):
             if tokenizer.eos_token is None:
                 raise UserError(_NO_EOS)
-            # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
-            template = template.replace("set turn_end = '<|im_end|>'", "set turn_end = eos_token")
-            used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no <|im_end|> token)"
+            if end:
+                # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
+                template = ending_in_eos(name_or_file)
+                used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no {end} token)"
         tokenizer.chat_template = template
     else:
         path = Path(name_or_file)
@@ -346,6 +307,22 @@ def encode_pair(
             raise RowError("the chat template rewrites the prompt when an answer of several turns follows")
         answers.append(ids[len(before.ids) :])
     return before.ids, answers[0], answers[1]
+
+
+def trained_spans(tokenizer, messages: list[dict]) -> list[tuple[str, bool]]:
+    """A conversation as the pieces of text that are trained (True) and that are context only (False), for people.
+
+    Put together they are the text of `encode_conversation`'s ids, special tokens written out. Raises RowError.
+    """
+    ids, mask = encode_conversation(tokenizer, messages)
+    pieces, so_far = [], ""
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[end - 1]:
+            # Decoded from the beginning, since many decoders drop a space in front of what they are given.
+            text = tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
+            pieces.append((text[len(so_far) :], mask[end - 1]))
+            so_far = text
+    return pieces
 
 
 def rewrites_history(tokenizer) -> bool:

@@ -389,6 +389,21 @@ def test_messages_after_the_last_answer_are_left_out():
     assert cf.encode_conversation(tok, turns("Hi", "Yo", "Bye")) == cf.encode_conversation(tok, turns("Hi", "Yo"))
 
 
+@pytest.mark.parametrize("name, space", [
+    ("characters", ""), ("adds_bos", ""), ("sentencepiece", ""),
+    ("sentencepiece_prefix_space", " "),  # puts a space after <s>, and that token is what the model reads
+])  # fmt: skip
+def test_trained_spans_are_the_text_in_pieces(name, space):
+    """Whatever the tokenizer does with spaces, which decoders drop in front of what they are given."""
+    messages = turns("Hi", "Yo, all happy", "Bye", "So  long", system="S")
+    assert cf.trained_spans(cached(name, "human-assistant"), messages) == [
+        (f"<s>{space}S\n\nHuman: Hi\n\nAssistant:", False),
+        (" Yo, all happy</s>", True),
+        ("\n\nHuman: Bye\n\nAssistant:", False),
+        (" So  long</s>", True),
+    ]
+
+
 # ---- pairs, stop tokens, decoding
 
 
@@ -450,7 +465,7 @@ def refuse(tokenizer, name):
 
 def test_template_errors(tmp_path):
     message = refuse(small.characters(), None)
-    assert "--chat_template: human-assistant, chatml, plain, or a jinja file" in message
+    assert "--chat_template: human-assistant, chatml, plain, llama-2, " in message
     assert "--chat_template chat-ml: neither a built-in" in refuse(small.characters(), "chat-ml")
 
     path = tmp_path / "broken.jinja"
