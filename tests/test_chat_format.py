@@ -391,7 +391,7 @@ def test_messages_after_the_last_answer_are_left_out():
 
 @pytest.mark.parametrize("name, space", [
     ("characters", ""), ("adds_bos", ""), ("sentencepiece", ""),
-    ("sentencepiece_prefix_space", " "),  # puts a space after <s>, and that token is what the model reads
+    ("sentencepiece_prefix_space", " "),  # puts a space after each special token: the model reads that
 ])  # fmt: skip
 def test_trained_spans_are_the_text_in_pieces(name, space):
     """Whatever the tokenizer does with spaces, which decoders drop in front of what they are given."""
@@ -399,7 +399,7 @@ def test_trained_spans_are_the_text_in_pieces(name, space):
     assert cf.trained_spans(cached(name, "human-assistant"), messages) == [
         (f"<s>{space}S\n\nHuman: Hi\n\nAssistant:", False),
         (" Yo, all happy</s>", True),
-        ("\n\nHuman: Bye\n\nAssistant:", False),
+        (f"{space}\n\nHuman: Bye\n\nAssistant:", False),
         (" So  long</s>", True),
     ]
 
