@@ -71,7 +71,9 @@ def ensure_template(tokenizer, name_or_file: str | None) -> str:
             raise UserError(f"--chat_template {name_or_file}: neither a built-in ({known}) nor a file")
         tokenizer.chat_template = path.read_text(encoding="utf-8")
         used = f"the chat template in {path}"
-    _probe(tokenizer)  # a template that cannot be rendered is found here, before any model is loaded
+    header = _probe(tokenizer).header  # a template that cannot be rendered is found here, before any model is loaded
+    if header:
+        used += f" (it has no generation prompt: the model has to learn to write {header!r} itself)"
     return used
 
 
@@ -101,7 +103,9 @@ class _Probe:
     """What the template prints around an answer, found by rendering a known one."""
 
     lead: str  # between the generation prompt and the answer's text: " " for "Assistant:" + " yes"
+    header: str  # the same, where it names the speaker: the template has no generation prompt
     tail: str  # after the answer's text, at the end of a conversation
+    gap: str  # its part before the turn end: " " for "yes </s>"
     end_id: int  # the turn end
     end_text: str | None  # its text where the template prints it; None: we add it as an id
 
@@ -120,13 +124,14 @@ def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
     if at < 0:
         raise UserError("the chat template does not print the assistant's content; give another with --chat_template")
     lead = full[len(prompt) : at] if full[:at].startswith(prompt) else ""
+    header = lead if lead.strip() and prompt == _render(tokenizer, question) else ""
     tail = full[at + len(_SENTINEL) :]
     for text, token_id in sorted(_marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
         if tail.lstrip().startswith(text) and token_id in _tokens(tokenizer, tail):
-            return _Probe(lead, tail, token_id, text)
+            return _Probe(lead, header, tail, tail[: tail.index(text)], token_id, text)
     if tokenizer.eos_token_id is None:
         raise UserError(_NO_EOS)
-    return _Probe(lead, tail, tokenizer.eos_token_id, None)
+    return _Probe(lead, header, tail, "", tokenizer.eos_token_id, None)
 
 
 def turn_end_id(tokenizer) -> int:
@@ -334,16 +339,30 @@ def rewrites_history(tokenizer) -> bool:
 
 
 def decode_answer(tokenizer, ids: list[int]) -> str:
-    """The text of a sampled response: without its turn end and without what the template puts before an answer."""
+    """The text of a sampled response: without its turn end and what the template puts between that and the answer."""
     probe = _probe(tokenizer)
     ids = list(ids)
-    if probe.end_id in ids:
+    ended = probe.end_id in ids
+    if ended:
         ids = ids[: ids.index(probe.end_id)]
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text.removeprefix(probe.lead)
+
+    def text_of(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    lead = text_of(_tokens(tokenizer, probe.lead)) if probe.header else probe.lead  # a header may hold special tokens
+    text = text_of(ids).removeprefix(lead)
+    return text.removesuffix(probe.gap) if ended else text
 
 
 # ---- cutting
+
+
+def _without_oldest_exchange(messages: list[dict]) -> list[dict] | None:
+    """The system turn stays, and the last user turn with all that follows; None: there is nothing else."""
+    start = 1 if messages[0]["role"] == "system" else 0
+    # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
+    users = [i for i in range(start, len(messages)) if messages[i]["role"] == "user"]
+    return messages[:start] + messages[users[1] :] if len(users) > 1 else None
 
 
 def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
@@ -352,14 +371,26 @@ def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[i
     messages = _checked_prompt(messages)
     ids = encode_prompt(tokenizer, messages)
     while len(ids) > max_length:
-        start = 1 if messages[0]["role"] == "system" else 0
-        # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
-        users = [i for i in range(start, len(messages)) if messages[i]["role"] == "user"]
-        if len(users) < 2:
+        messages = _without_oldest_exchange(messages)
+        if messages is None:
             return None
-        messages = messages[:start] + messages[users[1] :]
         ids = encode_prompt(tokenizer, messages)
     return ids, messages
+
+
+def fit_conversation(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[bool], list[dict]]:
+    """As `encode_conversation`; where no answer begins within `max_length` tokens, the oldest exchanges go first.
+
+    They go, as by `fit_prompt`, until one does, or until none is left to go. The ids are not cut: what lies beyond is
+    for the caller to drop and to count. Returns ids, mask and the messages that are left. Raises RowError.
+    """
+    ids, mask = encode_conversation(tokenizer, messages)
+    end = 1 + max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    messages, unanswered = list(messages[:end]), list(messages[end:])
+    while True not in mask[:max_length] and (shorter := _without_oldest_exchange(messages)):
+        messages = shorter
+        ids, mask = encode_conversation(tokenizer, messages)
+    return ids, mask, messages + unanswered
 
 
 # ---- the pad token
