@@ -39,16 +39,9 @@ def characters(special: tuple[str, ...] = ("<s>", "</s>"), **names) -> PreTraine
     return PreTrainedTokenizerFast(tokenizer_object=_byte_level(256 + len(special), list(special)), **names)
 
 
-def byte_level(special: tuple[str, ...], merges_words_of: list[str] = (), **names) -> PreTrainedTokenizerBase:
-    """Byte-level BPE with these special tokens.
-
-    merges_words_of: texts whose words, spaces and signs are merged with one another as they come.
-    """
-    if merges_words_of:
-        backend = _byte_level(800, list(special), words=False, text=merges_words_of)
-    else:
-        backend = _byte_level(340, list(special))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+def byte_level(special: tuple[str, ...], text=TEXT, words: bool = True, **names) -> PreTrainedTokenizerBase:
+    """Byte-level BPE of a text, with special tokens. `words` False: words, spaces and signs are merged as they come."""
+    return PreTrainedTokenizerFast(tokenizer_object=_byte_level(800, list(special), words, text), **names)
 
 
 def gpt2_like() -> PreTrainedTokenizerBase:

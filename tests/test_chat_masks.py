@@ -310,10 +310,8 @@ def tokenizer_of(kind, style_name):
     special, names = style.names()
     if kind == "characters":
         tokenizer = small.characters(special, **names)
-    elif kind == "byte-level":
-        tokenizer = small.byte_level(special, **names)
-    elif kind == "merging":
-        tokenizer = small.byte_level(special, merges_words_of=[plain(style.expected)] * 9, **names)
+    elif kind in ("byte-level", "merging"):
+        tokenizer = small.byte_level(special, [plain(style.expected)] * 9, words=kind == "byte-level", **names)
     else:
         folder = FOLDER / re.sub(r"\W", "_", style_name)
         tokenizer = small.sentencepiece_llama(folder, prefix_space=True, **names)
