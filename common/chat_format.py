@@ -14,6 +14,7 @@ BOS comes from the template only (`add_special_tokens=False` everywhere): it can
 
 from __future__ import annotations
 
+import bisect
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,10 @@ def ensure_template(tokenizer, name_or_file: str | None) -> str:
         path = Path(name_or_file)
         if not path.is_file():
             raise UserError(f"--chat_template {name_or_file}: neither a built-in ({known}) nor a file")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"--chat_template {path}: not UTF-8 ({error.reason} at byte {error.start})") from error
         used = f"the chat template in {path}"
     header = _probe(tokenizer).header  # a template that cannot be rendered is found here, before any model is loaded
     if header:
@@ -153,13 +157,14 @@ class _Encoded:
     text: str
     ids: list[int]
     mask: list[bool]
-    # Where the last turn end that only exists as an id was put in: text before it cannot serve as context.
+    # The last turn end: text before it is no context to what follows, since no tokenizer merges across its token, or,
+    # where it was put in as an id, since the text does not show it.
     text_start: int = 0
     ids_start: int = 0
     trouble: tuple[str, str] | None = None  # why the last answer must not be trained: a RowError's reason, detail
 
     def extended(self, tokenizer, text: str, trained: bool) -> _Encoded:
-        new = _continuation(tokenizer, self.text[self.text_start :], self.ids[self.ids_start :], text)
+        new = _continuation(tokenizer, self.text[self.text_start :], self.ids[self.ids_start :], text) if text else []
         return _Encoded(
             self.text + text, self.ids + new, self.mask + [trained] * len(new), self.text_start, self.ids_start
         )
@@ -196,30 +201,51 @@ def _check_messages(messages) -> None:
 
 
 def _encode_prompt(tokenizer, messages) -> _Encoded:
-    text = _render(tokenizer, messages, generation_prompt=True)
-    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is not None:
-        past = _encode_answered(tokenizer, messages[: last + 1])
-        if past.trouble is None and text.startswith(past.text):
-            return past.extended(tokenizer, text[len(past.text) :], trained=False)
-        # The template rewrites answers once they are history (drops reasoning, say), or that answer is one that no
-        # model should be trained to give: the actor sees the text as the template prints it, as context only.
+    """All turns and the generation prompt; earlier answers end in their turn end, where the template lets them stand.
+
+    It may rewrite answers once they are history (drop reasoning, say). Then the actor sees the text as the template
+    prints it, up to there.
+    """
+    text = later = _render(tokenizer, messages, generation_prompt=True)
+    answers = []
+    for i in reversed(range(len(messages))):
+        if messages[i]["role"] == "assistant":
+            before = _render_prompt(tokenizer, messages[:i])
+            answer, full = _find_answer(tokenizer, messages[: i + 1], before)
+            if not later.startswith(before + answer):
+                break
+            answers.append((messages[i]["content"], before, answer, full))
+            later = before
+    encoded = _as_context(tokenizer, later)
+    for content, before, answer, full in reversed(answers):
+        encoded = _answered(tokenizer, _followed(tokenizer, encoded, before), content, answer, full)
+    return _followed(tokenizer, encoded, text)
+
+
+def _render_prompt(tokenizer, messages) -> str:
+    if not messages:
+        raise RowError("the conversation starts with the assistant: there is no prompt")
+    return _render(tokenizer, messages, generation_prompt=True)
+
+
+def _as_context(tokenizer, text: str) -> _Encoded:
     ids = _tokens(tokenizer, text)
     return _Encoded(text, ids, [False] * len(ids))
 
 
-def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
-    """A conversation whose last message is the assistant's, up to and including its turn end.
+def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
+    """`text`, which begins with the past's, as context after it. An answer that no model should give stays context."""
+    if past.trouble:
+        return _as_context(tokenizer, text)
+    return past.extended(tokenizer, text[len(past.text) :], trained=False)
 
-    `prompt` saves work: the encoding of all messages but the last, where the caller has it.
-    """
+
+def _find_answer(tokenizer, messages, prompt: str) -> tuple[str, str]:
+    """What the template prints of the last message after the prompt, up to its turn end; and all that it prints."""
     probe = _probe(tokenizer)
-    if len(messages) == 1:
-        raise RowError("the conversation starts with the assistant: there is no prompt")
-    prompt = prompt or _encode_prompt(tokenizer, messages[:-1])
     full = _render(tokenizer, messages)
-    if full.startswith(prompt.text):
-        answer = full[len(prompt.text) :]
+    if full.startswith(prompt):
+        answer = full[len(prompt) :]
     else:
         # The generation prompt holds text that a finished turn does not ("<think>\n"): the answer goes after it.
         marked = _render(tokenizer, messages[:-1] + [{"role": "assistant", "content": _SENTINEL}])
@@ -231,20 +257,39 @@ def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _En
         answer = answer[: answer.rfind(probe.end_text) + len(probe.end_text)]
     elif probe.tail and answer.endswith(probe.tail):
         answer = answer[: -len(probe.tail)]
+    return answer, full
+
+
+def _answered(tokenizer, prompt: _Encoded, content: str, answer: str, full: str) -> _Encoded:
+    """A prompt and the answer found for it, up to and including its turn end."""
+    probe = _probe(tokenizer)
     encoded = prompt.extended(tokenizer, answer, trained=True)
-    answer_ids = encoded.ids[len(prompt.ids) :]
-    if answer_ids[-1:] != [probe.end_id]:
-        answer_ids = answer_ids + [probe.end_id]
-        ids = prompt.ids + answer_ids
-        encoded = _Encoded(encoded.text, ids, prompt.mask + [True] * len(answer_ids), len(encoded.text), len(ids))
-    content = messages[-1]["content"]
-    if answer_ids.count(probe.end_id) != 1:
-        shown = tokenizer.convert_ids_to_tokens([probe.end_id])[0]
+    if encoded.ids[len(prompt.ids) :][-1:] != [probe.end_id]:
+        encoded.ids.append(probe.end_id)
+        encoded.mask.append(True)
+        encoded.text_start, encoded.ids_start = len(encoded.text), len(encoded.ids)
+    elif probe.end_text and answer.endswith(probe.end_text):
+        encoded.text_start, encoded.ids_start = len(encoded.text) - len(probe.end_text), len(encoded.ids) - 1
+    early = [i for i in encoded.ids[len(prompt.ids) : -1] if i in (probe.end_id, tokenizer.eos_token_id)]
+    if early:
+        shown = tokenizer.convert_ids_to_tokens(early)[0]
         encoded.trouble = (f"an answer holds the text of the stop token {shown}", repr(content[:80]))
-    elif _squeezed(content) not in _squeezed(full):
+    elif content.strip() not in full and _squeezed(content) not in _squeezed(full):
         # Templates may trim or re-space an answer, but one that has lost words is not what the data says.
         encoded.trouble = ("the chat template leaves out part of an answer", repr(content[:80]))
     return encoded
+
+
+def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
+    """A conversation whose last message is the assistant's, up to and including its turn end.
+
+    `prompt` saves work: the encoding of all messages but the last, where the caller has it.
+    """
+    if len(messages) == 1:
+        raise RowError("the conversation starts with the assistant: there is no prompt")
+    prompt = prompt or _encode_prompt(tokenizer, messages[:-1])
+    answer, full = _find_answer(tokenizer, messages, prompt.text)
+    return _answered(tokenizer, prompt, messages[-1]["content"], answer, full)
 
 
 def _encode_trained(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
@@ -357,40 +402,43 @@ def decode_answer(tokenizer, ids: list[int]) -> str:
 # ---- cutting
 
 
-def _without_oldest_exchange(messages: list[dict]) -> list[dict] | None:
-    """The system turn stays, and the last user turn with all that follows; None: there is nothing else."""
-    start = 1 if messages[0]["role"] == "system" else 0
-    # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
-    users = [i for i in range(start, len(messages)) if messages[i]["role"] == "user"]
-    return messages[:start] + messages[users[1] :] if len(users) > 1 else None
-
-
 def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
     """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn nor the
     last user turn. Returns its ids and the messages that are left, or None when even those do not fit."""
-    messages = _checked_prompt(messages)
-    ids = encode_prompt(tokenizer, messages)
-    while len(ids) > max_length:
-        messages = _without_oldest_exchange(messages)
-        if messages is None:
-            return None
-        ids = encode_prompt(tokenizer, messages)
-    return ids, messages
+    return _fit(tokenizer, _checked_prompt(messages), max_length)
+
+
+def _fit(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
+    ids = _encode_prompt(tokenizer, messages).ids
+    if len(ids) <= max_length:
+        return ids, messages
+    system = messages[:1] if messages[0]["role"] == "system" else []
+    # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
+
+    def fits(user: int) -> bool:
+        return len(_encode_prompt(tokenizer, system + messages[user:]).ids) <= max_length
+
+    at = bisect.bisect_left(users, True, key=fits)  # the later it begins, the shorter it is
+    if at == len(users):
+        return None
+    messages = system + messages[users[at] :]
+    return _encode_prompt(tokenizer, messages).ids, messages
 
 
 def fit_conversation(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[bool], list[dict]]:
     """As `encode_conversation`; where no answer begins within `max_length` tokens, the oldest exchanges go first.
 
-    They go, as by `fit_prompt`, until one does, or until none is left to go. The ids are not cut: what lies beyond is
-    for the caller to drop and to count. Returns ids, mask and the messages that are left. Raises RowError.
+    They go, as by `fit_prompt`, until the last answer does, or until none is left to go. The ids are not cut: what lies
+    beyond is for the caller to drop and to count. Returns ids, mask and the messages that are left. Raises RowError.
     """
     ids, mask = encode_conversation(tokenizer, messages)
-    end = 1 + max(i for i, m in enumerate(messages) if m["role"] == "assistant")
-    messages, unanswered = list(messages[:end]), list(messages[end:])
-    while True not in mask[:max_length] and (shorter := _without_oldest_exchange(messages)):
-        messages = shorter
-        ids, mask = encode_conversation(tokenizer, messages)
-    return ids, mask, messages + unanswered
+    if True not in mask[:max_length]:
+        last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        if fitted := _fit(tokenizer, list(messages[:last]), max_length - 1):
+            messages = fitted[1] + list(messages[last:])
+            ids, mask = encode_conversation(tokenizer, messages)
+    return ids, mask, messages
 
 
 # ---- the pad token

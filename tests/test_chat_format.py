@@ -373,6 +373,31 @@ def test_a_stop_token_written_out_in_an_earlier_answer_makes_that_answer_context
     )
 
 
+def test_an_answer_that_spells_the_eos_of_a_template_with_another_turn_end():
+    """EOS ends rollouts too (it is in most generation configs): no answer is trained to say it half way."""
+    tok = cached("qwen_like")
+    with pytest.raises(cf.RowError) as caught:
+        cf.encode_conversation(tok, turns("Hi", "Y<|endoftext|>o"))
+    assert str(caught.value) == "an answer holds the text of the stop token <|endoftext|>: 'Y<|endoftext|>o'"
+    assert runs(tok, *cf.encode_conversation(tok, turns("Hi<|endoftext|>", "Yo"))) == ["Yo<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "name, template", [("characters", "human-assistant"), ("characters", NO_END), ("qwen_like", None)]
+)
+def test_the_work_for_a_long_conversation_grows_with_its_length(name, template, monkeypatch):
+    tok = cached(name, template) if template != NO_END else fresh(name, NO_END)
+    messages = turns(*["some words"] * 120)
+    length, count = len(tok.apply_chat_template(messages, tokenize=False)), []
+    tokens = cf._tokens
+    monkeypatch.setattr(cf, "_tokens", lambda tokenizer, text: count.append(len(text)) or tokens(tokenizer, text))
+    cf.encode_conversation(tok, messages)
+    assert sum(count) < 5 * length
+    count.clear()
+    ids, left = cf.fit_prompt(tok, messages[:-1], 100)
+    assert 1 < len(left) < 10 and sum(count) < 15 * length
+
+
 def test_sampled_answers_are_scored_whatever_they_say():
     tok = cached("characters", "human-assistant")
     prompt = ("<s>", "\n\nHuman: Hi\n\nAssistant:")
@@ -472,6 +497,10 @@ def test_template_errors(tmp_path):
     path.write_text("{% for m in messages %}\n{{ m['content' }}\n{% endfor %}")
     message = refuse(small.characters(), str(path))
     assert message.startswith("the chat template refuses the conversation: line 2:")
+    path.write_bytes(b"{# caf\xe9 #}")
+    assert refuse(small.characters(), str(path)).endswith(
+        "broken.jinja: not UTF-8 (invalid continuation byte at byte 6)"
+    )
     path.write_text("{{ messages | length }}")
     assert "does not print the assistant's content" in refuse(small.characters(), str(path))
 

@@ -247,7 +247,7 @@ def test_sft_rows_lose_their_oldest_turns_where_no_answer_would_be_left():
     ]
     assert str(report) == (
         "sft data: 3 rows read, 2 kept; 1 of them with an answer cut at the limit; 2 of them without their oldest "
-        "turns; 1 set aside: no answer begins within --max_length 7 (first row 2, 10 tokens)"
+        "turns; 1 set aside: no answer begins within --max_length 7 (first row 2, 18 tokens)"
     )
 
 
