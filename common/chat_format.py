@@ -58,7 +58,7 @@ def ensure_template(tokenizer, name_or_file: str | None) -> str:
     elif name_or_file in BUILTIN_TEMPLATES:
         template, end = BUILTIN_TEMPLATES[name_or_file], turn_end(name_or_file)
         used = f"the built-in chat template {name_or_file}"
-        if end not in _marker_ids(tokenizer):
+        if end not in marker_ids(tokenizer):
             if tokenizer.eos_token is None:
                 raise UserError(_NO_EOS)
             if end:
@@ -81,7 +81,7 @@ def ensure_template(tokenizer, name_or_file: str | None) -> str:
     return used
 
 
-def _marker_ids(tokenizer) -> dict[str, int]:
+def marker_ids(tokenizer) -> dict[str, int]:
     """Text -> id of the tokens that the tokenizer never splits and never makes from ordinary words."""
     return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
 
@@ -130,7 +130,7 @@ def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
     lead = full[len(prompt) : at] if full[:at].startswith(prompt) else ""
     header = lead if lead.strip() and prompt == _render(tokenizer, question) else ""
     tail = full[at + len(_SENTINEL) :]
-    for text, token_id in sorted(_marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
+    for text, token_id in sorted(marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
         if tail.lstrip().startswith(text) and token_id in _tokens(tokenizer, tail):
             return _Probe(lead, header, tail, tail[: tail.index(text)], token_id, text)
     if tokenizer.eos_token_id is None:
@@ -439,44 +439,3 @@ def fit_conversation(tokenizer, messages: list[dict], max_length: int) -> tuple[
             messages = fitted[1] + list(messages[last:])
             ids, mask = encode_conversation(tokenizer, messages)
     return ids, mask, messages
-
-
-# ---- the pad token
-
-_PAD_NAMES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|fim_pad|>", "<|vision_pad|>")
-_RESERVED_PREFIXES = ("<|reserved_special_token_", "<|reserved_", "<reserved_", "<unused", "[unused")
-
-
-def choose_pad(tokenizer, num_embeddings: int, extra_stop_ids: tuple[int, ...] = ()) -> tuple[int, bool, str]:
-    """Give the tokenizer a pad token that is not a stop token; return (id, whether a token was added, words to print).
-
-    With pad == EOS, other people's code drops the EOS from labels, masks and end-of-sequence look-ups. Taken, in
-    this order: the present pad token; a reserved token; <unk> where the tokenizer can spell any text without it;
-    a new token, which costs nothing where the embedding has a spare row. `num_embeddings` is the model's rows;
-    with a new id beyond it the caller has to grow the embedding to id + 1.
-    """
-    stops = {turn_end_id(tokenizer), tokenizer.eos_token_id, *extra_stop_ids}
-    taken = stops | {tokenizer.bos_token_id}
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in stops:
-        return tokenizer.pad_token_id, False, f"pad token {tokenizer.pad_token!r}, the tokenizer's own"
-
-    markers = {t: i for t, i in _marker_ids(tokenizer).items() if i not in taken and i < num_embeddings}
-    reserved = sorted((t for t in markers if t.startswith(_RESERVED_PREFIXES)), key=markers.get)
-    for text in [t for t in _PAD_NAMES if t in markers] + reserved:
-        tokenizer.pad_token = text
-        return markers[text], False, f"pad token {text!r}, a reserved token of the tokenizer"
-
-    unk = tokenizer.unk_token_id
-    if unk is not None and unk not in taken and unk < num_embeddings:
-        # A byte-level vocabulary never yields <unk>; elsewhere it is a real token of real texts.
-        rare = _tokens(tokenizer, "\u4e2d\U0001f9ff\u0378\ue000\U0010fffd\x07")
-        if unk not in rare:
-            tokenizer.pad_token = tokenizer.unk_token
-            return unk, False, f"pad token {tokenizer.unk_token!r}, which this tokenizer needs for no text"
-
-    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    pad_id = tokenizer.pad_token_id
-    if pad_id < num_embeddings:
-        return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}, a spare row of the embedding"
-    grow = f"the embedding grows from {num_embeddings} to {pad_id + 1} rows"
-    return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}: {grow}"

@@ -16,6 +16,7 @@ from transformers import AddedToken
 
 from common import chat_format as cf
 from common.errors import UserError
+from common.tokenizer import choose_pad
 
 SP_FOLDER = Path(tempfile.mkdtemp(prefix="tokenizer-"))
 BUILD = {
@@ -382,11 +383,12 @@ def test_an_answer_that_spells_the_eos_of_a_template_with_another_turn_end():
     assert runs(tok, *cf.encode_conversation(tok, turns("Hi<|endoftext|>", "Yo"))) == ["Yo<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    "name, template", [("characters", "human-assistant"), ("characters", NO_END), ("qwen_like", None)]
-)
+@pytest.mark.parametrize("name, template", [
+    ("characters", cf.BUILTIN_TEMPLATES["human-assistant"]), ("characters", NO_END),
+    ("qwen_like", small.QWEN_LIKE_TEMPLATE), ("qwen_like", small.QWEN3_LIKE_TEMPLATE),
+], ids=["turn ends in the text", "none", "ChatML", "history rewritten"])  # fmt: skip
 def test_the_work_for_a_long_conversation_grows_with_its_length(name, template, monkeypatch):
-    tok = cached(name, template) if template != NO_END else fresh(name, NO_END)
+    tok = fresh(name, template)
     messages = turns(*["some words"] * 120)
     length, count = len(tok.apply_chat_template(messages, tokenize=False)), []
     tokens = cf._tokens
@@ -551,13 +553,13 @@ def test_fit_prompt_keeps_all_of_the_last_exchange():
 def test_a_pad_token_apart_from_the_stop_tokens_is_kept():
     tok = small.adds_bos()
     cf.ensure_template(tok, "human-assistant")
-    pad_id, added, note = cf.choose_pad(tok, len(tok))
+    pad_id, added, note = choose_pad(tok, len(tok))
     assert (pad_id, added, note) == (2, False, "pad token '<pad>', the tokenizer's own") and tok.pad_token == "<pad>"
 
 
 def test_pad_is_moved_off_the_eos_to_a_reserved_token():
     tok = small.qwen_like()
-    pad_id, added, note = cf.choose_pad(tok, len(tok))
+    pad_id, added, note = choose_pad(tok, len(tok))
     assert tok.pad_token == "<|fim_pad|>" and pad_id == tok.pad_token_id == 3 and not added and "reserved" in note
     assert tok.eos_token == "<|endoftext|>"
 
@@ -568,43 +570,43 @@ def test_the_first_reserved_token_by_id_is_taken_and_the_turn_end_is_not():
     tok.add_special_tokens({"additional_special_tokens": names})
     tok.eos_token = names[0]  # as a tokenizer that ends its turns in a reserved token
     cf.ensure_template(tok, "human-assistant")
-    assert cf.choose_pad(tok, len(tok))[:2] == (259, False) and tok.pad_token == names[1]
+    assert choose_pad(tok, len(tok))[:2] == (259, False) and tok.pad_token == names[1]
 
 
 def test_a_reserved_token_without_an_embedding_row_is_not_taken():
     tok = small.qwen_like()
-    pad_id, added, note = cf.choose_pad(tok, 3)  # <|fim_pad|> is id 3
+    pad_id, added, note = choose_pad(tok, 3)  # <|fim_pad|> is id 3
     assert (pad_id, added) == (340, True) and "grows from 3 to 341 rows" in note
 
 
 def test_pad_that_the_generation_config_stops_on_is_moved():
     tok = small.adds_bos()
     cf.ensure_template(tok, "human-assistant")
-    assert cf.choose_pad(tok, len(tok), extra_stop_ids=(2,))[0] != 2
+    assert choose_pad(tok, len(tok), extra_stop_ids=(2,))[0] != 2
 
 
 def test_unk_is_taken_only_where_no_text_needs_it():
     tok = small.sentencepiece_llama(SP_FOLDER / "pad")  # byte fallback: never yields <unk>
     cf.ensure_template(tok, "human-assistant")
-    pad_id, added, note = cf.choose_pad(tok, len(tok))
+    pad_id, added, note = choose_pad(tok, len(tok))
     assert (pad_id, added, tok.pad_token) == (tok.unk_token_id, False, "<unk>") and "needs for no text" in note
 
     words = small.words()  # a vocabulary of whole words: <unk> is what rare words become
     cf.ensure_template(words, "human-assistant")
-    assert cf.choose_pad(words, len(words))[1] is True and words.pad_token == "<|pad|>"
+    assert choose_pad(words, len(words))[1] is True and words.pad_token == "<|pad|>"
 
 
 def test_a_new_pad_token_lands_on_a_spare_row_or_says_that_the_embedding_grows():
     tok = small.gpt2_like()
     cf.ensure_template(tok, "human-assistant")
-    pad_id, added, note = cf.choose_pad(tok, 344)
+    pad_id, added, note = choose_pad(tok, 344)
     assert (pad_id, added) == (340, True) and tok.pad_token == "<|pad|>" and "spare row" in note
     assert tok("<|pad|>", add_special_tokens=False)["input_ids"] == [340]
-    assert cf.choose_pad(tok, 344) == (340, False, "pad token '<|pad|>', the tokenizer's own")  # inherited
+    assert choose_pad(tok, 344) == (340, False, "pad token '<|pad|>', the tokenizer's own")  # inherited
 
     tok = small.gpt2_like()
     cf.ensure_template(tok, "human-assistant")
-    assert "the embedding grows from 340 to 341 rows" in cf.choose_pad(tok, 340)[2]
+    assert "the embedding grows from 340 to 341 rows" in choose_pad(tok, 340)[2]
 
 
 # ---- properties
