@@ -14,54 +14,15 @@ BOS comes from the template only (`add_special_tokens=False` everywhere): it can
 
 from __future__ import annotations
 
+import bisect
 import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 
+from common.chat_templates import BUILTIN_TEMPLATES, ending_in_eos, turn_end
 from common.errors import UserError
-
-# The space after "Assistant:" belongs to the answer, not to the generation prompt. Tokenizers glue a space to
-# the word that follows it ("\u2581Yes"), so a prompt ending in a space would be followed by "Yes" in rollouts and by
-# "\u2581Yes" in any text the model ever read. Text is never trimmed here: cleaning is step 0's business.
-# eos_token stands after each answer as a template variable, not as typed text, so that servers that know only
-# the template show later turns the same context that training did.
-_HUMAN_ASSISTANT = (
-    "{% if bos_token %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}"
-    "{% if not loop.first %}{{ '\\n\\n' }}{% endif %}{{ message['content'] }}"
-    "{% elif message['role'] == 'user' %}"
-    "{{ '\\n\\nHuman: ' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}"
-    "{{ '\\n\\nAssistant:' }}{% if message['content'] %}{{ ' ' + message['content'] }}{% endif %}"
-    "{% if eos_token %}{{ eos_token }}{% endif %}"
-    "{% else %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
-)
-
-# SmolLM2 and its kin declare <|im_start|> as their BOS; it must not stand there twice.
-_CHATML = (
-    "{% set turn_end = '<|im_end|>' %}"
-    "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + turn_end + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-_PLAIN = (
-    "{% if bos_token %}{{ bos_token }}{% endif %}"
-    "{% for message in messages %}"
-    "{{ message['content'] }}"
-    "{% if message['role'] == 'system' %}{{ '\\n\\n' }}{% endif %}"
-    "{% if message['role'] == 'assistant' and eos_token %}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
-)
-
-BUILTIN_TEMPLATES = {"human-assistant": _HUMAN_ASSISTANT, "chatml": _CHATML, "plain": _PLAIN}
 
 _SENTINEL = "Sentinel42"
 _NO_EOS = (
@@ -95,26 +56,32 @@ def ensure_template(tokenizer, name_or_file: str | None) -> str:
     elif not name_or_file:
         raise UserError(f"the tokenizer has no chat template; name one with --chat_template: {known}, or a jinja file")
     elif name_or_file in BUILTIN_TEMPLATES:
-        template = BUILTIN_TEMPLATES[name_or_file]
+        template, end = BUILTIN_TEMPLATES[name_or_file], turn_end(name_or_file)
         used = f"the built-in chat template {name_or_file}"
-        if name_or_file == "chatml" and "<|im_end|>" not in _marker_ids(tokenizer):
+        if end not in marker_ids(tokenizer):
             if tokenizer.eos_token is None:
                 raise UserError(_NO_EOS)
-            # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
-            template = template.replace("set turn_end = '<|im_end|>'", "set turn_end = eos_token")
-            used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no <|im_end|> token)"
+            if end:
+                # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
+                template = ending_in_eos(name_or_file)
+                used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no {end} token)"
         tokenizer.chat_template = template
     else:
         path = Path(name_or_file)
         if not path.is_file():
             raise UserError(f"--chat_template {name_or_file}: neither a built-in ({known}) nor a file")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"--chat_template {path}: not UTF-8 ({error.reason} at byte {error.start})") from error
         used = f"the chat template in {path}"
-    _probe(tokenizer)  # a template that cannot be rendered is found here, before any model is loaded
+    header = _probe(tokenizer).header  # a template that cannot be rendered is found here, before any model is loaded
+    if header:
+        used += f" (it has no generation prompt: the model has to learn to write {header!r} itself)"
     return used
 
 
-def _marker_ids(tokenizer) -> dict[str, int]:
+def marker_ids(tokenizer) -> dict[str, int]:
     """Text -> id of the tokens that the tokenizer never splits and never makes from ordinary words."""
     return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
 
@@ -140,7 +107,9 @@ class _Probe:
     """What the template prints around an answer, found by rendering a known one."""
 
     lead: str  # between the generation prompt and the answer's text: " " for "Assistant:" + " yes"
+    header: str  # the same, where it names the speaker: the template has no generation prompt
     tail: str  # after the answer's text, at the end of a conversation
+    gap: str  # its part before the turn end: " " for "yes </s>"
     end_id: int  # the turn end
     end_text: str | None  # its text where the template prints it; None: we add it as an id
 
@@ -159,13 +128,14 @@ def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
     if at < 0:
         raise UserError("the chat template does not print the assistant's content; give another with --chat_template")
     lead = full[len(prompt) : at] if full[:at].startswith(prompt) else ""
+    header = lead if lead.strip() and prompt == _render(tokenizer, question) else ""
     tail = full[at + len(_SENTINEL) :]
-    for text, token_id in sorted(_marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
+    for text, token_id in sorted(marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
         if tail.lstrip().startswith(text) and token_id in _tokens(tokenizer, tail):
-            return _Probe(lead, tail, token_id, text)
+            return _Probe(lead, header, tail, tail[: tail.index(text)], token_id, text)
     if tokenizer.eos_token_id is None:
         raise UserError(_NO_EOS)
-    return _Probe(lead, tail, tokenizer.eos_token_id, None)
+    return _Probe(lead, header, tail, "", tokenizer.eos_token_id, None)
 
 
 def turn_end_id(tokenizer) -> int:
@@ -187,13 +157,14 @@ class _Encoded:
     text: str
     ids: list[int]
     mask: list[bool]
-    # Where the last turn end that only exists as an id was put in: text before it cannot serve as context.
+    # The last turn end: text before it is no context to what follows, since no tokenizer merges across its token, or,
+    # where it was put in as an id, since the text does not show it.
     text_start: int = 0
     ids_start: int = 0
     trouble: tuple[str, str] | None = None  # why the last answer must not be trained: a RowError's reason, detail
 
     def extended(self, tokenizer, text: str, trained: bool) -> _Encoded:
-        new = _continuation(tokenizer, self.text[self.text_start :], self.ids[self.ids_start :], text)
+        new = _continuation(tokenizer, self.text[self.text_start :], self.ids[self.ids_start :], text) if text else []
         return _Encoded(
             self.text + text, self.ids + new, self.mask + [trained] * len(new), self.text_start, self.ids_start
         )
@@ -230,30 +201,51 @@ def _check_messages(messages) -> None:
 
 
 def _encode_prompt(tokenizer, messages) -> _Encoded:
-    text = _render(tokenizer, messages, generation_prompt=True)
-    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is not None:
-        past = _encode_answered(tokenizer, messages[: last + 1])
-        if past.trouble is None and text.startswith(past.text):
-            return past.extended(tokenizer, text[len(past.text) :], trained=False)
-        # The template rewrites answers once they are history (drops reasoning, say), or that answer is one that no
-        # model should be trained to give: the actor sees the text as the template prints it, as context only.
+    """All turns and the generation prompt; earlier answers end in their turn end, where the template lets them stand.
+
+    It may rewrite answers once they are history (drop reasoning, say). Then the actor sees the text as the template
+    prints it, up to there.
+    """
+    text = later = _render(tokenizer, messages, generation_prompt=True)
+    answers = []
+    for i in reversed(range(len(messages))):
+        if messages[i]["role"] == "assistant":
+            before = _render_prompt(tokenizer, messages[:i])
+            answer, full = _find_answer(tokenizer, messages[: i + 1], before)
+            if not later.startswith(before + answer):
+                break
+            answers.append((messages[i]["content"], before, answer, full))
+            later = before
+    encoded = _as_context(tokenizer, later)
+    for content, before, answer, full in reversed(answers):
+        encoded = _answered(tokenizer, _followed(tokenizer, encoded, before), content, answer, full)
+    return _followed(tokenizer, encoded, text)
+
+
+def _render_prompt(tokenizer, messages) -> str:
+    if not messages:
+        raise RowError("the conversation starts with the assistant: there is no prompt")
+    return _render(tokenizer, messages, generation_prompt=True)
+
+
+def _as_context(tokenizer, text: str) -> _Encoded:
     ids = _tokens(tokenizer, text)
     return _Encoded(text, ids, [False] * len(ids))
 
 
-def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
-    """A conversation whose last message is the assistant's, up to and including its turn end.
+def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
+    """`text`, which begins with the past's, as context after it. An answer that no model should give stays context."""
+    if past.trouble:
+        return _as_context(tokenizer, text)
+    return past.extended(tokenizer, text[len(past.text) :], trained=False)
 
-    `prompt` saves work: the encoding of all messages but the last, where the caller has it.
-    """
+
+def _find_answer(tokenizer, messages, prompt: str) -> tuple[str, str]:
+    """What the template prints of the last message after the prompt, up to its turn end; and all that it prints."""
     probe = _probe(tokenizer)
-    if len(messages) == 1:
-        raise RowError("the conversation starts with the assistant: there is no prompt")
-    prompt = prompt or _encode_prompt(tokenizer, messages[:-1])
     full = _render(tokenizer, messages)
-    if full.startswith(prompt.text):
-        answer = full[len(prompt.text) :]
+    if full.startswith(prompt):
+        answer = full[len(prompt) :]
     else:
         # The generation prompt holds text that a finished turn does not ("<think>\n"): the answer goes after it.
         marked = _render(tokenizer, messages[:-1] + [{"role": "assistant", "content": _SENTINEL}])
@@ -265,20 +257,39 @@ def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _En
         answer = answer[: answer.rfind(probe.end_text) + len(probe.end_text)]
     elif probe.tail and answer.endswith(probe.tail):
         answer = answer[: -len(probe.tail)]
+    return answer, full
+
+
+def _answered(tokenizer, prompt: _Encoded, content: str, answer: str, full: str) -> _Encoded:
+    """A prompt and the answer found for it, up to and including its turn end."""
+    probe = _probe(tokenizer)
     encoded = prompt.extended(tokenizer, answer, trained=True)
-    answer_ids = encoded.ids[len(prompt.ids) :]
-    if answer_ids[-1:] != [probe.end_id]:
-        answer_ids = answer_ids + [probe.end_id]
-        ids = prompt.ids + answer_ids
-        encoded = _Encoded(encoded.text, ids, prompt.mask + [True] * len(answer_ids), len(encoded.text), len(ids))
-    content = messages[-1]["content"]
-    if answer_ids.count(probe.end_id) != 1:
-        shown = tokenizer.convert_ids_to_tokens([probe.end_id])[0]
+    if encoded.ids[len(prompt.ids) :][-1:] != [probe.end_id]:
+        encoded.ids.append(probe.end_id)
+        encoded.mask.append(True)
+        encoded.text_start, encoded.ids_start = len(encoded.text), len(encoded.ids)
+    elif probe.end_text and answer.endswith(probe.end_text):
+        encoded.text_start, encoded.ids_start = len(encoded.text) - len(probe.end_text), len(encoded.ids) - 1
+    early = [i for i in encoded.ids[len(prompt.ids) : -1] if i in (probe.end_id, tokenizer.eos_token_id)]
+    if early:
+        shown = tokenizer.convert_ids_to_tokens(early)[0]
         encoded.trouble = (f"an answer holds the text of the stop token {shown}", repr(content[:80]))
-    elif _squeezed(content) not in _squeezed(full):
+    elif content.strip() not in full and _squeezed(content) not in _squeezed(full):
         # Templates may trim or re-space an answer, but one that has lost words is not what the data says.
         encoded.trouble = ("the chat template leaves out part of an answer", repr(content[:80]))
     return encoded
+
+
+def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
+    """A conversation whose last message is the assistant's, up to and including its turn end.
+
+    `prompt` saves work: the encoding of all messages but the last, where the caller has it.
+    """
+    if len(messages) == 1:
+        raise RowError("the conversation starts with the assistant: there is no prompt")
+    prompt = prompt or _encode_prompt(tokenizer, messages[:-1])
+    answer, full = _find_answer(tokenizer, messages, prompt.text)
+    return _answered(tokenizer, prompt, messages[-1]["content"], answer, full)
 
 
 def _encode_trained(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
@@ -348,6 +359,22 @@ def encode_pair(
     return before.ids, answers[0], answers[1]
 
 
+def trained_spans(tokenizer, messages: list[dict]) -> list[tuple[str, bool]]:
+    """A conversation as the pieces of text that are trained (True) and that are context only (False), for people.
+
+    Put together they are the text of `encode_conversation`'s ids, special tokens written out. Raises RowError.
+    """
+    ids, mask = encode_conversation(tokenizer, messages)
+    pieces, so_far = [], ""
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[end - 1]:
+            # Decoded from the beginning, since many decoders drop a space in front of what they are given.
+            text = tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
+            pieces.append((text[len(so_far) :], mask[end - 1]))
+            so_far = text
+    return pieces
+
+
 def rewrites_history(tokenizer) -> bool:
     """Whether the template prints an answer differently once another turn follows (then only last answers train)."""
     answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _SENTINEL}]
@@ -357,13 +384,19 @@ def rewrites_history(tokenizer) -> bool:
 
 
 def decode_answer(tokenizer, ids: list[int]) -> str:
-    """The text of a sampled response: without its turn end and without what the template puts before an answer."""
+    """The text of a sampled response: without its turn end and what the template puts between that and the answer."""
     probe = _probe(tokenizer)
     ids = list(ids)
-    if probe.end_id in ids:
+    ended = probe.end_id in ids
+    if ended:
         ids = ids[: ids.index(probe.end_id)]
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text.removeprefix(probe.lead)
+
+    def text_of(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    lead = text_of(_tokens(tokenizer, probe.lead)) if probe.header else probe.lead  # a header may hold special tokens
+    text = text_of(ids).removeprefix(lead)
+    return text.removesuffix(probe.gap) if ended else text
 
 
 # ---- cutting
@@ -372,55 +405,37 @@ def decode_answer(tokenizer, ids: list[int]) -> str:
 def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
     """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn nor the
     last user turn. Returns its ids and the messages that are left, or None when even those do not fit."""
-    messages = _checked_prompt(messages)
-    ids = encode_prompt(tokenizer, messages)
-    while len(ids) > max_length:
-        start = 1 if messages[0]["role"] == "system" else 0
-        # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
-        users = [i for i in range(start, len(messages)) if messages[i]["role"] == "user"]
-        if len(users) < 2:
-            return None
-        messages = messages[:start] + messages[users[1] :]
-        ids = encode_prompt(tokenizer, messages)
-    return ids, messages
+    return _fit(tokenizer, _checked_prompt(messages), max_length)
 
 
-# ---- the pad token
+def _fit(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
+    ids = _encode_prompt(tokenizer, messages).ids
+    if len(ids) <= max_length:
+        return ids, messages
+    system = messages[:1] if messages[0]["role"] == "system" else []
+    # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
 
-_PAD_NAMES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|fim_pad|>", "<|vision_pad|>")
-_RESERVED_PREFIXES = ("<|reserved_special_token_", "<|reserved_", "<reserved_", "<unused", "[unused")
+    def fits(user: int) -> bool:
+        return len(_encode_prompt(tokenizer, system + messages[user:]).ids) <= max_length
+
+    at = bisect.bisect_left(users, True, key=fits)  # the later it begins, the shorter it is
+    if at == len(users):
+        return None
+    messages = system + messages[users[at] :]
+    return _encode_prompt(tokenizer, messages).ids, messages
 
 
-def choose_pad(tokenizer, num_embeddings: int, extra_stop_ids: tuple[int, ...] = ()) -> tuple[int, bool, str]:
-    """Give the tokenizer a pad token that is not a stop token; return (id, whether a token was added, words to print).
+def fit_conversation(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[bool], list[dict]]:
+    """As `encode_conversation`; where no answer begins within `max_length` tokens, the oldest exchanges go first.
 
-    With pad == EOS, other people's code drops the EOS from labels, masks and end-of-sequence look-ups. Taken, in
-    this order: the present pad token; a reserved token; <unk> where the tokenizer can spell any text without it;
-    a new token, which costs nothing where the embedding has a spare row. `num_embeddings` is the model's rows;
-    with a new id beyond it the caller has to grow the embedding to id + 1.
+    They go, as by `fit_prompt`, until the last answer does, or until none is left to go. The ids are not cut: what lies
+    beyond is for the caller to drop and to count. Returns ids, mask and the messages that are left. Raises RowError.
     """
-    stops = {turn_end_id(tokenizer), tokenizer.eos_token_id, *extra_stop_ids}
-    taken = stops | {tokenizer.bos_token_id}
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in stops:
-        return tokenizer.pad_token_id, False, f"pad token {tokenizer.pad_token!r}, the tokenizer's own"
-
-    markers = {t: i for t, i in _marker_ids(tokenizer).items() if i not in taken and i < num_embeddings}
-    reserved = sorted((t for t in markers if t.startswith(_RESERVED_PREFIXES)), key=markers.get)
-    for text in [t for t in _PAD_NAMES if t in markers] + reserved:
-        tokenizer.pad_token = text
-        return markers[text], False, f"pad token {text!r}, a reserved token of the tokenizer"
-
-    unk = tokenizer.unk_token_id
-    if unk is not None and unk not in taken and unk < num_embeddings:
-        # A byte-level vocabulary never yields <unk>; elsewhere it is a real token of real texts.
-        rare = _tokens(tokenizer, "\u4e2d\U0001f9ff\u0378\ue000\U0010fffd\x07")
-        if unk not in rare:
-            tokenizer.pad_token = tokenizer.unk_token
-            return unk, False, f"pad token {tokenizer.unk_token!r}, which this tokenizer needs for no text"
-
-    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    pad_id = tokenizer.pad_token_id
-    if pad_id < num_embeddings:
-        return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}, a spare row of the embedding"
-    grow = f"the embedding grows from {num_embeddings} to {pad_id + 1} rows"
-    return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}: {grow}"
+    ids, mask = encode_conversation(tokenizer, messages)
+    if True not in mask[:max_length]:
+        last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        if fitted := _fit(tokenizer, list(messages[:last]), max_length - 1):
+            messages = fitted[1] + list(messages[last:])
+            ids, mask = encode_conversation(tokenizer, messages)
+    return ids, mask, messages

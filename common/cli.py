@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from common import names
+from common.chat_templates import BUILTIN_TEMPLATES
 from common.errors import RunFailed, Stopped, UserError, is_lost_contact
 
 # Threads that wait sleep instead of spinning: ten times faster as soon as anything else wants the cores. Read by OpenMP
@@ -439,7 +440,7 @@ def add_saving_flags(parser: Parser, steps: str) -> None:
 def add_model_flags(parser: Parser) -> None:
     """How models are loaded, whichever role they play."""
     group = parser.add_argument_group("models")
-    group.add_argument("--chat_template", default=None, help="built-in name or jinja file; used only when the tokenizer has no template")
+    group.add_argument("--chat_template", default=None, help=f"for tokenizers without a template of their own, and used only there: {', '.join(BUILTIN_TEMPLATES)}, or a jinja file")
     group.add_argument("--attn_implementation", default="auto", help="attention kernel of transformers: sdpa, eager, flash_attention_2, ...; auto: sdpa where the model has it")
     add_switch(group, "--trust_remote_code", False, "run Python code that comes with a model from the hub")
 

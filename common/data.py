@@ -248,17 +248,20 @@ class Report:
 
 
 def tokenise_sft(tokenizer, rows: Iterable[dict], max_length: int) -> tuple[list[SFTExample], Report]:
-    """Conversations cut on the right at `max_length` tokens. Raises UserError when no row is left."""
+    """Conversations cut on the right at `max_length` tokens. Raises UserError when no row is left.
+
+    Where no answer would be left of a conversation, it loses its oldest turns first.
+    """
     examples, report = [], Report("sft data")
     end = chat_format.turn_end_id(tokenizer)
     for number, row in enumerate(rows):
         report.read += 1
         try:
-            ids, mask = chat_format.encode_conversation(tokenizer, row["messages"])
+            ids, mask, messages = chat_format.fit_conversation(tokenizer, row["messages"], max_length)
         except chat_format.RowError as error:
             report.put_aside(number, error.reason, error.detail)
             continue
-        answers = sum(m["role"] == "assistant" for m in row["messages"])
+        answers = sum(m["role"] == "assistant" for m in messages)
         trained = sum(kept and token == end for token, kept in zip(ids, mask, strict=True))
         cut = mask[:max_length]
         if True not in cut:
@@ -267,6 +270,7 @@ def tokenise_sft(tokenizer, rows: Iterable[dict], max_length: int) -> tuple[list
         length = len(cut) - cut[::-1].index(True)  # context after the last trained token would be computed for nothing
         examples.append(SFTExample(ids[:length], mask[:length]))
         report.truncated += len(ids) > max_length
+        report.shortened += len(messages) < len(row["messages"])
         report.partly_trained += trained < answers
     report.kept = len(examples)
     report.require_rows()

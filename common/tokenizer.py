@@ -58,5 +58,46 @@ def prepare(
     models.check_length(config, max_length, length_flags)
     template = chat_format.ensure_template(tokenizer, chat_template)
     stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(path))
-    _, _, pad_note = chat_format.choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
+    _, _, pad_note = choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     return Prepared(tokenizer, config, stop_ids, f"template: {template}; {pad_note}")
+
+
+# ---- the pad token
+
+_PAD_NAMES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|padding|>", "<|fim_pad|>", "<|vision_pad|>")
+_RESERVED_PREFIXES = ("<|reserved_special_token_", "<|reserved_", "<reserved_", "<unused", "[unused")
+
+
+def choose_pad(tokenizer, num_embeddings: int, extra_stop_ids: tuple[int, ...] = ()) -> tuple[int, bool, str]:
+    """Give the tokenizer a pad token that is not a stop token; return (id, whether a token was added, words to print).
+
+    With pad == EOS, other people's code drops the EOS from labels, masks and end-of-sequence look-ups. Taken, in
+    this order: the present pad token; a reserved token; <unk> where the tokenizer can spell any text without it;
+    a new token, which costs nothing where the embedding has a spare row. `num_embeddings` is the model's rows;
+    with a new id beyond it the caller has to grow the embedding to id + 1.
+    """
+    stops = {chat_format.turn_end_id(tokenizer), tokenizer.eos_token_id, *extra_stop_ids}
+    taken = stops | {tokenizer.bos_token_id}
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in stops:
+        return tokenizer.pad_token_id, False, f"pad token {tokenizer.pad_token!r}, the tokenizer's own"
+
+    markers = {t: i for t, i in chat_format.marker_ids(tokenizer).items() if i not in taken and i < num_embeddings}
+    reserved = sorted((t for t in markers if t.startswith(_RESERVED_PREFIXES)), key=markers.get)
+    for text in [t for t in _PAD_NAMES if t in markers] + reserved:
+        tokenizer.pad_token = text
+        return markers[text], False, f"pad token {text!r}, a reserved token of the tokenizer"
+
+    unk = tokenizer.unk_token_id
+    if unk is not None and unk not in taken and unk < num_embeddings:
+        # A byte-level vocabulary never yields <unk>; elsewhere it is a real token of real texts.
+        rare = tokenizer("\u4e2d\U0001f9ff\u0378\ue000\U0010fffd\x07", add_special_tokens=False)["input_ids"]
+        if unk not in rare:
+            tokenizer.pad_token = tokenizer.unk_token
+            return unk, False, f"pad token {tokenizer.unk_token!r}, which this tokenizer needs for no text"
+
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    pad_id = tokenizer.pad_token_id
+    if pad_id < num_embeddings:
+        return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}, a spare row of the embedding"
+    grow = f"the embedding grows from {num_embeddings} to {pad_id + 1} rows"
+    return pad_id, True, f"pad token '<|pad|>' added as id {pad_id}: {grow}"

@@ -18,9 +18,10 @@ TEXT = [
 ] * 40
 
 
-def _byte_level(vocab_size: int, special: list[str]) -> tokenizers.Tokenizer:
+def _byte_level(vocab_size: int, special: list[str], words: bool = True, text=TEXT) -> tokenizers.Tokenizer:
+    """`words`: no token reaches beyond a word, as in GPT-2 and all that came after it."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     backend.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -28,14 +29,19 @@ def _byte_level(vocab_size: int, special: list[str]) -> tokenizers.Tokenizer:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(TEXT, trainer)
+    backend.train_from_iterator(text, trainer)
     return backend
 
 
-def characters() -> PreTrainedTokenizerBase:
+def characters(special: tuple[str, ...] = ("<s>", "</s>"), **names) -> PreTrainedTokenizerBase:
     """One token a byte; <s>, </s>; no pad."""
-    backend = _byte_level(258, ["<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    names = {"bos_token": "<s>", "eos_token": "</s>"} | names
+    return PreTrainedTokenizerFast(tokenizer_object=_byte_level(256 + len(special), list(special)), **names)
+
+
+def byte_level(special: tuple[str, ...], text=TEXT, words: bool = True, **names) -> PreTrainedTokenizerBase:
+    """Byte-level BPE of a text, with special tokens. `words` False: words, spaces and signs are merged as they come."""
+    return PreTrainedTokenizerFast(tokenizer_object=_byte_level(800, list(special), words, text), **names)
 
 
 def gpt2_like() -> PreTrainedTokenizerBase:

@@ -16,6 +16,7 @@ from transformers import AddedToken
 
 from common import chat_format as cf
 from common.errors import UserError
+from common.tokenizer import choose_pad
 
 SP_FOLDER = Path(tempfile.mkdtemp(prefix="tokenizer-"))
 BUILD = {
@@ -373,6 +374,32 @@ def test_a_stop_token_written_out_in_an_earlier_answer_makes_that_answer_context
     )
 
 
+def test_an_answer_that_spells_the_eos_of_a_template_with_another_turn_end():
+    """EOS ends rollouts too (it is in most generation configs): no answer is trained to say it half way."""
+    tok = cached("qwen_like")
+    with pytest.raises(cf.RowError) as caught:
+        cf.encode_conversation(tok, turns("Hi", "Y<|endoftext|>o"))
+    assert str(caught.value) == "an answer holds the text of the stop token <|endoftext|>: 'Y<|endoftext|>o'"
+    assert runs(tok, *cf.encode_conversation(tok, turns("Hi<|endoftext|>", "Yo"))) == ["Yo<|im_end|>"]
+
+
+@pytest.mark.parametrize("name, template", [
+    ("characters", cf.BUILTIN_TEMPLATES["human-assistant"]), ("characters", NO_END),
+    ("qwen_like", small.QWEN_LIKE_TEMPLATE), ("qwen_like", small.QWEN3_LIKE_TEMPLATE),
+], ids=["turn ends in the text", "none", "ChatML", "history rewritten"])  # fmt: skip
+def test_the_work_for_a_long_conversation_grows_with_its_length(name, template, monkeypatch):
+    tok = fresh(name, template)
+    messages = turns(*["some words"] * 120)
+    length, count = len(tok.apply_chat_template(messages, tokenize=False)), []
+    tokens = cf._tokens
+    monkeypatch.setattr(cf, "_tokens", lambda tokenizer, text: count.append(len(text)) or tokens(tokenizer, text))
+    cf.encode_conversation(tok, messages)
+    assert sum(count) < 5 * length
+    count.clear()
+    ids, left = cf.fit_prompt(tok, messages[:-1], 100)
+    assert 1 < len(left) < 10 and sum(count) < 15 * length
+
+
 def test_sampled_answers_are_scored_whatever_they_say():
     tok = cached("characters", "human-assistant")
     prompt = ("<s>", "\n\nHuman: Hi\n\nAssistant:")
@@ -387,6 +414,21 @@ def test_sampled_answers_are_scored_whatever_they_say():
 def test_messages_after_the_last_answer_are_left_out():
     tok = cached("characters", "human-assistant")
     assert cf.encode_conversation(tok, turns("Hi", "Yo", "Bye")) == cf.encode_conversation(tok, turns("Hi", "Yo"))
+
+
+@pytest.mark.parametrize("name, space", [
+    ("characters", ""), ("adds_bos", ""), ("sentencepiece", ""),
+    ("sentencepiece_prefix_space", " "),  # puts a space after each special token: the model reads that
+])  # fmt: skip
+def test_trained_spans_are_the_text_in_pieces(name, space):
+    """Whatever the tokenizer does with spaces, which decoders drop in front of what they are given."""
+    messages = turns("Hi", "Yo, all happy", "Bye", "So  long", system="S")
+    assert cf.trained_spans(cached(name, "human-assistant"), messages) == [
+        (f"<s>{space}S\n\nHuman: Hi\n\nAssistant:", False),
+        (" Yo, all happy</s>", True),
+        (f"{space}\n\nHuman: Bye\n\nAssistant:", False),
+        (" So  long</s>", True),
+    ]
 
 
 # ---- pairs, stop tokens, decoding
@@ -450,13 +492,17 @@ def refuse(tokenizer, name):
 
 def test_template_errors(tmp_path):
     message = refuse(small.characters(), None)
-    assert "--chat_template: human-assistant, chatml, plain, or a jinja file" in message
+    assert "--chat_template: human-assistant, chatml, plain, llama-2, " in message
     assert "--chat_template chat-ml: neither a built-in" in refuse(small.characters(), "chat-ml")
 
     path = tmp_path / "broken.jinja"
     path.write_text("{% for m in messages %}\n{{ m['content' }}\n{% endfor %}")
     message = refuse(small.characters(), str(path))
     assert message.startswith("the chat template refuses the conversation: line 2:")
+    path.write_bytes(b"{# caf\xe9 #}")
+    assert refuse(small.characters(), str(path)).endswith(
+        "broken.jinja: not UTF-8 (invalid continuation byte at byte 6)"
+    )
     path.write_text("{{ messages | length }}")
     assert "does not print the assistant's content" in refuse(small.characters(), str(path))
 
@@ -507,13 +553,13 @@ def test_fit_prompt_keeps_all_of_the_last_exchange():
 def test_a_pad_token_apart_from_the_stop_tokens_is_kept():
     tok = small.adds_bos()
     cf.ensure_template(tok, "human-assistant")
-    pad_id, added, note = cf.choose_pad(tok, len(tok))
+    pad_id, added, note = choose_pad(tok, len(tok))
     assert (pad_id, added, note) == (2, False, "pad token '<pad>', the tokenizer's own") and tok.pad_token == "<pad>"
 
 
 def test_pad_is_moved_off_the_eos_to_a_reserved_token():
     tok = small.qwen_like()
-    pad_id, added, note = cf.choose_pad(tok, len(tok))
+    pad_id, added, note = choose_pad(tok, len(tok))
     assert tok.pad_token == "<|fim_pad|>" and pad_id == tok.pad_token_id == 3 and not added and "reserved" in note
     assert tok.eos_token == "<|endoftext|>"
 
@@ -524,43 +570,43 @@ def test_the_first_reserved_token_by_id_is_taken_and_the_turn_end_is_not():
     tok.add_special_tokens({"additional_special_tokens": names})
     tok.eos_token = names[0]  # as a tokenizer that ends its turns in a reserved token
     cf.ensure_template(tok, "human-assistant")
-    assert cf.choose_pad(tok, len(tok))[:2] == (259, False) and tok.pad_token == names[1]
+    assert choose_pad(tok, len(tok))[:2] == (259, False) and tok.pad_token == names[1]
 
 
 def test_a_reserved_token_without_an_embedding_row_is_not_taken():
     tok = small.qwen_like()
-    pad_id, added, note = cf.choose_pad(tok, 3)  # <|fim_pad|> is id 3
+    pad_id, added, note = choose_pad(tok, 3)  # <|fim_pad|> is id 3
     assert (pad_id, added) == (340, True) and "grows from 3 to 341 rows" in note
 
 
 def test_pad_that_the_generation_config_stops_on_is_moved():
     tok = small.adds_bos()
     cf.ensure_template(tok, "human-assistant")
-    assert cf.choose_pad(tok, len(tok), extra_stop_ids=(2,))[0] != 2
+    assert choose_pad(tok, len(tok), extra_stop_ids=(2,))[0] != 2
 
 
 def test_unk_is_taken_only_where_no_text_needs_it():
     tok = small.sentencepiece_llama(SP_FOLDER / "pad")  # byte fallback: never yields <unk>
     cf.ensure_template(tok, "human-assistant")
-    pad_id, added, note = cf.choose_pad(tok, len(tok))
+    pad_id, added, note = choose_pad(tok, len(tok))
     assert (pad_id, added, tok.pad_token) == (tok.unk_token_id, False, "<unk>") and "needs for no text" in note
 
     words = small.words()  # a vocabulary of whole words: <unk> is what rare words become
     cf.ensure_template(words, "human-assistant")
-    assert cf.choose_pad(words, len(words))[1] is True and words.pad_token == "<|pad|>"
+    assert choose_pad(words, len(words))[1] is True and words.pad_token == "<|pad|>"
 
 
 def test_a_new_pad_token_lands_on_a_spare_row_or_says_that_the_embedding_grows():
     tok = small.gpt2_like()
     cf.ensure_template(tok, "human-assistant")
-    pad_id, added, note = cf.choose_pad(tok, 344)
+    pad_id, added, note = choose_pad(tok, 344)
     assert (pad_id, added) == (340, True) and tok.pad_token == "<|pad|>" and "spare row" in note
     assert tok("<|pad|>", add_special_tokens=False)["input_ids"] == [340]
-    assert cf.choose_pad(tok, 344) == (340, False, "pad token '<|pad|>', the tokenizer's own")  # inherited
+    assert choose_pad(tok, 344) == (340, False, "pad token '<|pad|>', the tokenizer's own")  # inherited
 
     tok = small.gpt2_like()
     cf.ensure_template(tok, "human-assistant")
-    assert "the embedding grows from 340 to 341 rows" in cf.choose_pad(tok, 340)[2]
+    assert "the embedding grows from 340 to 341 rows" in choose_pad(tok, 340)[2]
 
 
 # ---- properties
@@ -570,6 +616,8 @@ CHARACTERS = "aehpyH1=+., \n\t\u4f60\u597d\U0001f34e\u00e9e\u0301\u0120:|>"
 OTHERS = st.characters(exclude_categories=["Cs"], exclude_characters="<\u2581")
 TEXTS = st.text(st.sampled_from(CHARACTERS) | OTHERS, max_size=12)
 CASES = [(name, template) for name in BUILD for template in ("human-assistant", "plain", "chatml")]
+OTHER_BUILT_INS = sorted(cf.BUILTIN_TEMPLATES.keys() - {"human-assistant", "plain", "chatml"})
+CASES += [(name, template) for name in ("gpt2_like", "sentencepiece_prefix_space") for template in OTHER_BUILT_INS]
 
 
 @pytest.mark.parametrize("name, template", [*CASES, ("qwen_like", None)])
@@ -600,7 +648,8 @@ def test_what_is_trained_begins_with_what_is_shown(name, template, contents, sys
         if message["role"] == "assistant" and "prefix_space" not in name:
             shown = cf.encode_prompt(tok, messages[:i])
             answer = cf.encode_conversation(tok, messages[: i + 1])[0][len(shown) :]
-            assert cf.decode_answer(tok, answer) == message["content"]
+            trims = template in ("llama-2", "llama-3", "gemma")
+            assert cf.decode_answer(tok, answer) == (message["content"].strip() if trims else message["content"])
 
 
 # ---- public data, where there is any

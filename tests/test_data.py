@@ -233,6 +233,24 @@ def test_sft_rows_are_cut_counted_or_set_aside():
     )
 
 
+def test_sft_rows_lose_their_oldest_turns_where_no_answer_would_be_left():
+    long = user("abcdef") + answer("g")
+    rows = [
+        {"messages": [{"role": "system", "content": "S"}, *long, *user("a"), *answer("b")]},  # plain prints "S\n\n"
+        {"messages": long + user("abcde") + answer("cd") + user("e")},  # then the answer is cut; "e" is never read
+        {"messages": long + user("abcdefg") + answer("h")},
+    ]
+    examples, report = data.tokenise_sft(tokenizer(), rows, max_length=7)
+    assert examples == [
+        data.SFTExample(spell("S\u010a\u010aab", bos=True, end=True), [False] * 5 + [True] * 2),
+        data.SFTExample(spell("abcdec", bos=True), [False] * 6 + [True]),
+    ]
+    assert str(report) == (
+        "sft data: 3 rows read, 2 kept; 1 of them with an answer cut at the limit; 2 of them without their oldest "
+        "turns; 1 set aside: no answer begins within --max_length 7 (first row 2, 18 tokens)"
+    )
+
+
 def test_conversations_with_earlier_answers_not_trained_are_counted():
     tok = small.characters()
     tok.chat_template = (  # prints the EOS after the last turn only

@@ -24,7 +24,9 @@ STEPS = {
     "step3_rlhf/README.md": "step3_rlhf.train",
 }
 PAGES = ["README.md", "step0_data/README.md", *STEPS]
-TOOLS = [f"scripts.{name}" for name in ("evaluate", "chat", "report", "benchmark", "tiny_summary", "plan")]
+TOOLS = [
+    f"scripts.{name}" for name in ("evaluate", "chat", "report", "benchmark", "tiny_summary", "plan", "show_tokens")
+]
 ENTRY_SCRIPTS = ["step0_data.prepare", *STEPS.values(), *TOOLS]
 LAUNCHERS = ("python", "deepspeed", "torchrun")
 # Flags of programs that are not ours.
