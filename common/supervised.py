@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from common import data, distributed, engine
+from common import distributed, engine
+from common.batches import num_steps, rank_micro_batches, step_rows
 from common.engine import TrainedModel
 from common.metrics import Stopwatch
 from common.runs import Run
@@ -37,13 +38,11 @@ class Batches:
 
     def steps(self, num_examples: int) -> int:
         """Optimizer steps of the whole run."""
-        return self.max_steps or data.num_steps(num_examples, self.size, self.num_train_epochs)
+        return self.max_steps or num_steps(num_examples, self.size, self.num_train_epochs)
 
     def rows(self, step: int, num_examples: int) -> list[int]:
         """Row numbers of a 0-based step."""
-        return data.step_rows(
-            step, self.size, num_examples, self.seed, None if self.max_steps else self.num_train_epochs
-        )
+        return step_rows(step, self.size, num_examples, self.seed, None if self.max_steps else self.num_train_epochs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +123,6 @@ def _micro_batches(
 ) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
     """This rank's share of a step and its row numbers; similar lengths together, so that little of it is padding."""
     rows = sorted(rows, key=lambda row: task.length(examples[row]))
-    dealt = data.rank_micro_batches(
-        rows, distributed.rank(), distributed.world_size(), batches.per_device_train_batch_size
-    )
+    dealt = rank_micro_batches(rows, distributed.rank(), distributed.world_size(), batches.per_device_train_batch_size)
     made = [task.collate([examples[row] for row in micro], examples[rows[0]]) for micro in dealt]
     return [{name: x.to(device) for name, x in batch.items()} for batch in made], dealt

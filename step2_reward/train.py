@@ -49,6 +49,8 @@ def main() -> None:
     hub.check(upload)
 
     from common import adapters, distributed, engine, models, resume, runs, supervised, tokenizer
+    from common.batches import collate_pairs
+    from common.examples import tokenise_pairs
     from step2_reward.loss import pairwise_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -61,10 +63,10 @@ def main() -> None:
     text = tokenizer.prepare(
         args.model_name_or_path, args.max_length, "--max_length", args.chat_template, args.trust_remote_code
     )
-    train, report = data.tokenise_pairs(text.tokenizer, data.read_rows(files.train), args.max_length)
+    train, report = tokenise_pairs(text.tokenizer, data.read_rows(files.train), args.max_length)
     held_out = train
     if files.eval:
-        held_out, _ = data.tokenise_pairs(text.tokenizer, data.read_rows(files.eval), args.max_length)
+        held_out, _ = tokenise_pairs(text.tokenizer, data.read_rows(files.eval), args.max_length)
 
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
@@ -122,7 +124,7 @@ def main() -> None:
 
     task = supervised.Task(
         length=lambda pair: len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)),
-        collate=lambda pairs, filler: data.collate_pairs(pairs, text.pad_id, filler),
+        collate=lambda pairs, filler: collate_pairs(pairs, text.pad_id, filler),
         loss=loss,
         count=len,
         figures=figures,

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import data, distributed
+from common import distributed
+from common.batches import rank_micro_batches
 from common.generation import Rollout
 
 
@@ -98,7 +99,7 @@ def micro_batches(
     lengths = (experience.query_mask.sum(1) + experience.mask.sum(1)).tolist()
     rows = sorted(rows, key=lambda row: lengths[row])
     batches = []
-    for own in data.rank_micro_batches(rows, distributed.rank(), distributed.world_size(), size):
+    for own in rank_micro_batches(rows, distributed.rank(), distributed.world_size(), size):
         index = own or rows[:1]
         part = rows_of(experience, index)
         ids, seen = sequence(part)

@@ -171,6 +171,7 @@ def main() -> None:
         chat_format,
         distributed,
         engine,
+        examples,
         generation,
         hybrid_engine,
         metrics,
@@ -179,6 +180,7 @@ def main() -> None:
         runs,
         tokenizer,
     )
+    from common.batches import step_rows
     from step3_rlhf import rewards
     from step3_rlhf.ppo_trainer import PPO, PPOTrainer
 
@@ -199,7 +201,7 @@ def main() -> None:
     longest = args.max_prompt_length + args.max_completion_length
     length_flags = "--max_prompt_length and --max_completion_length"
     text = tokenizer.prepare(args.actor, longest, length_flags, args.chat_template, args.trust_remote_code)
-    prompts, report = data.tokenise_prompts(text.tokenizer, data.read_rows(files.train), args.max_prompt_length)
+    prompts, report = examples.tokenise_prompts(text.tokenizer, data.read_rows(files.train), args.max_prompt_length)
     critic_tokenizer = models.load_tokenizer(args.critic, args.trust_remote_code)
     if not critic_tokenizer.get_vocab().items() <= text.tokenizer.get_vocab().items():
         raise UserError(
@@ -216,7 +218,7 @@ def main() -> None:
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
-    responses = args.num_generations * len(data.step_rows(0, prompts_per_step, len(prompts), args.seed, epochs))
+    responses = args.num_generations * len(step_rows(0, prompts_per_step, len(prompts), args.seed, epochs))
     if responses < distributed.world_size():
         raise UserError(
             f"a step of {responses} responses is less than the {distributed.world_size()} ranks, and every rank needs one; raise --rollout_batch_size, or with few prompts set --max_steps or --num_generations"
@@ -350,7 +352,7 @@ def main() -> None:
     trainer.restore(counters)
     record = counters.get("record", {})
     for step in range(done + 1, total_steps + 1):
-        rows = data.step_rows(step - 1, prompts_per_step, len(prompts), args.seed, epochs)
+        rows = step_rows(step - 1, prompts_per_step, len(prompts), args.seed, epochs)
         shows_samples = args.sample_steps and (step % args.sample_steps == 0 or step == total_steps)
         num_samples = 3 if shows_samples else 0
         seen, seconds, samples = trainer.step(step, [prompts[row] for row in rows], num_samples)

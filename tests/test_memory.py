@@ -19,7 +19,7 @@ from tensor_bytes import Meter, alive
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config
 
 from common import engine, generation, hybrid_engine, memory, models
-from common.data import PromptExample
+from common.examples import PromptExample
 from common.memory import How, Shape
 from common.models import LanguageModel, ScalarModel
 from scripts.model_sizes import read_shape

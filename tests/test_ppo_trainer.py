@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from common import engine, generation, hybrid_engine
-from common.data import PromptExample
 from common.errors import RunFailed
+from common.examples import PromptExample
 from common.models import LanguageModel, ScalarModel
 from step3_rlhf import experience as exp
 from step3_rlhf import ppo_metrics, ppo_trainer, rewards

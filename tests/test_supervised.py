@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import data, engine, supervised
-from common.data import SFTExample
+from common import engine, supervised
+from common.batches import collate_sft, step_rows
+from common.examples import SFTExample
 from common.models import LanguageModel
 from step1_sft.loss import sft_loss
 
@@ -61,7 +62,7 @@ def run(batches=BATCHES, held_out=HELD_OUT):
     model = engine.TrainedModel(load, OPTIM, options, batches.steps(len(TRAIN)), device)
     task = supervised.Task(
         length=lambda example: len(example.ids),
-        collate=lambda examples, filler: data.collate_sft(examples, PAD, filler),
+        collate=lambda examples, filler: collate_sft(examples, PAD, filler),
         loss=lambda batch: sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"]),
         count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
         figures=lambda sums, count: {"accuracy": sums["correct"] / count},
@@ -90,7 +91,7 @@ def test_the_loop_equals_a_plain_float64_one():
     assert sorted(rows) == [1, 2, 3, 4, 5]  # 1.6 x 11 rows are 18, 4 to a step
     seen = 0
     for step in range(5):
-        chosen = [TRAIN[row] for row in data.step_rows(step, 4, 11, 3, 1.6)]
+        chosen = [TRAIN[row] for row in step_rows(step, 4, 11, 3, 1.6)]
         loss, accuracy = loss_of(plain, chosen)
         optimizer.zero_grad()
         loss.backward()
