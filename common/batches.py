@@ -9,6 +9,7 @@ Legend: B rows of a micro-batch, Q padded prompt length, T padded length.
 import functools
 import hashlib
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -59,6 +60,34 @@ def rank_micro_batches(rows: list, rank: int, world: int, micro_size: int) -> li
     mine = rows[rank::world]
     slots = math.ceil(len(rows) / world / micro_size)
     return [mine[i * micro_size : (i + 1) * micro_size] for i in range(slots)]
+
+
+def pack_micro_batches(
+    rows: list, rank: int, world: int, padded_tokens: Callable[[list], int], max_tokens: int
+) -> list[list]:
+    """This rank's share of a step's rows in micro-batches of at most `max_tokens`, as many on every rank.
+
+    Args:
+        rows: from short to long, so that neighbours need little padding.
+        padded_tokens: what a micro-batch of these rows takes, padding included; more for more rows.
+        max_tokens: only a row that alone takes more is over it, by itself in its micro-batch.
+
+    Groups are filled from the long end, each as full as it gets, and the largest are halved until every rank has one
+    for each slot. Neighbouring groups share a slot, since a slot takes as long as its largest group.
+    """
+    groups: list[list] = []
+    for row in reversed(rows):
+        if groups and padded_tokens([row, *groups[-1]]) <= max_tokens:
+            groups[-1].insert(0, row)
+        else:
+            groups.append([row])
+    while len(groups) % world and len(groups) < len(rows):
+        largest = max((group for group in groups if len(group) > 1), key=padded_tokens)
+        at, half = groups.index(largest), len(largest) // 2
+        groups[at : at + 1] = [largest[half:], largest[:half]]
+    groups = sorted(reversed(groups), key=padded_tokens)
+    slots = math.ceil(len(groups) / world)
+    return [(groups[i * world : (i + 1) * world] + [[]] * world)[rank] for i in range(slots)]
 
 
 # ---- padded batches

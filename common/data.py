@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,13 +25,14 @@ _HUB_NAME = re.compile(r"^\w[\w.-]*/[\w.-]*[\w-](:[\w./-]+)?(@[\w.-]+)?$")  # wh
 
 @dataclass(frozen=True)
 class DataFiles:
-    """One stage's prepared files. `hash` identifies their content; `notes` are lines to print."""
+    """One stage's prepared files. `hash` identifies their content; `notes` are lines to print; `sha256` is by file."""
 
     train: Path
     eval: Path | None
     root: Path | None  # the step-0 folder with its manifest.json, if there is one
     hash: str
     notes: tuple[str, ...] = ()
+    sha256: dict[Path, str] = field(default_factory=dict, compare=False)
 
     def record(self) -> dict[str, str | None]:
         """What `stage.json` keeps. Later stages find their data by the step-0 root; a bare file leads nowhere."""
@@ -72,8 +73,9 @@ def locate(data: str | Path, stage: str, shares: str | None = None) -> DataFiles
     manifest = _read_manifest(train.parent.parent)
     if shares is not None:
         _check_shares(data, shares, ((manifest or {}).get("args") or {}).get("split"))
-    digest, notes = _fingerprint(manifest, train.parent.parent, [f for f in (train, eval_) if f])
-    return DataFiles(train, eval_, train.parent.parent if manifest else None, digest, notes)
+    sha256 = {file: hash_file(file) for file in (train, eval_) if file}
+    digest, notes = _fingerprint(manifest, train.parent.parent, sha256)
+    return DataFiles(train, eval_, train.parent.parent if manifest else None, digest, notes, sha256)
 
 
 def _check_shares(data: str | Path, wanted: str, dealt: list[float] | None) -> None:
@@ -154,11 +156,10 @@ def _read_manifest(root: Path) -> dict | None:
     return manifest if ours else None  # many programs write a file of this name
 
 
-def _fingerprint(manifest: dict | None, root: Path, files: list[Path]) -> tuple[str, tuple[str, ...]]:
+def _fingerprint(manifest: dict | None, root: Path, actual: dict[Path, str]) -> tuple[str, tuple[str, ...]]:
     """The manifest's hash while the files are as step 0 left them, else a hash of what they hold now."""
-    actual = {file: hash_file(file) for file in files}
     notes = []
-    for file in files if manifest else ():
+    for file in actual if manifest else ():
         recorded = manifest["files"].get(file.relative_to(root).as_posix())
         if recorded is None:
             notes.append(f"{file} is not in {root / 'manifest.json'}: step 0 did not write it")

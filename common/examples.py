@@ -1,6 +1,7 @@
 """Rows to tokenised examples, and a report of what became of every row.
 
-Nothing is dropped in silence: each tokenise_* function returns a Report with every row accounted for.
+Nothing is dropped in silence: each tokenise_* function returns a Report with every row accounted for. `rows` may be a
+part of a file, whose first row has the number `first_row` there.
 """
 
 from collections.abc import Iterable
@@ -47,6 +48,14 @@ class Report:
         self.set_aside[reason] = self.set_aside.get(reason, 0) + 1
         self.first.setdefault(reason, f"first row {row}" + (f", {detail}" if detail else ""))
 
+    def add(self, later: "Report") -> None:
+        """Takes in the report on rows that follow in the same file."""
+        for name in ("read", "kept", "truncated", "shortened", "partly_trained"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        for reason, rows in later.set_aside.items():
+            self.set_aside[reason] = self.set_aside.get(reason, 0) + rows
+            self.first.setdefault(reason, later.first[reason])
+
     def __str__(self) -> str:
         parts = [f"{self.what}: {self.read} rows read, {self.kept} kept"]
         if self.truncated:
@@ -65,11 +74,13 @@ class Report:
             raise UserError(f"{self.what}: none of {self.read} rows can be used; {why}")
 
 
-def tokenise_sft(tokenizer, rows: Iterable[dict], max_length: int) -> tuple[list[SFTExample], Report]:
-    """Conversations cut on the right at `max_length` tokens. Raises UserError when no row is left."""
+def tokenise_sft(
+    tokenizer, rows: Iterable[dict], max_length: int, first_row: int = 0
+) -> tuple[list[SFTExample], Report]:
+    """Conversations cut on the right at `max_length` tokens."""
     examples, report = [], Report("sft data")
     end = chat_format.turn_end_id(tokenizer)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, first_row):
         report.read += 1
         try:
             ids, mask = chat_format.encode_conversation(tokenizer, row["messages"])
@@ -87,21 +98,20 @@ def tokenise_sft(tokenizer, rows: Iterable[dict], max_length: int) -> tuple[list
         report.truncated += len(ids) > max_length
         report.partly_trained += trained < answers
     report.kept = len(examples)
-    report.require_rows()
     return examples, report
 
 
 def tokenise_pairs(
-    tokenizer, rows: Iterable[dict], max_length: int, max_prompt_length: int | None = None
+    tokenizer, rows: Iterable[dict], max_length: int, first_row: int = 0, max_prompt_length: int | None = None
 ) -> tuple[list[PairExample], Report]:
     """Preference pairs whose answers are cut on the right so that prompt + answer has `max_length` tokens at most.
 
     A prompt over `max_prompt_length` (None: max_length - 1) loses its oldest turns first. Pairs that are equal,
-    or are once cut, say nothing and are set aside. Raises UserError when no row is left.
+    or are once cut, say nothing and are set aside.
     """
     examples, report = [], Report("preference data")
     prompt_limit = min(max_prompt_length or max_length, max_length - 1)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, first_row):
         report.read += 1
         try:
             fitted = chat_format.fit_prompt(tokenizer, row["prompt"], prompt_limit)
@@ -125,18 +135,18 @@ def tokenise_pairs(
         report.truncated += max(len(chosen), len(rejected)) > room
         report.shortened += len(messages) < len(row["prompt"])
     report.kept = len(examples)
-    report.require_rows()
     return examples, report
 
 
-def tokenise_prompts(tokenizer, rows: Iterable[dict], max_prompt_length: int) -> tuple[list[PromptExample], Report]:
+def tokenise_prompts(
+    tokenizer, rows: Iterable[dict], max_prompt_length: int, first_row: int = 0
+) -> tuple[list[PromptExample], Report]:
     """Prompts of at most `max_prompt_length` tokens; a longer one loses its oldest turns first.
 
-    `row["prompt"]` then holds the turns that are left: reward sources judge what the actor was shown. Raises
-    UserError when no row is left.
+    `row["prompt"]` then holds the turns that are left: reward sources judge what the actor was shown.
     """
     examples, report = [], Report("prompts")
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, first_row):
         report.read += 1
         try:
             fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_prompt_length)
@@ -152,5 +162,4 @@ def tokenise_prompts(tokenizer, rows: Iterable[dict], max_prompt_length: int) ->
             row = {**row, "prompt": messages}
         examples.append(PromptExample(ids, row))
     report.kept = len(examples)
-    report.require_rows()
     return examples, report

@@ -72,7 +72,11 @@ def plan_supervised(name: str, command, machine: Machine, shape, how, args) -> S
     model = shape(command.model_name_or_path, is_reward)
     held = how(command.zero_stage, command.offload_optimizer, command.offload_param)
     rows = command.per_device_train_batch_size * (1 + is_reward)  # a pair is two rows
-    tokens = rows * command.gradient_accumulation_steps * machine.ranks * command.max_length
+    own_rows = rows * command.gradient_accumulation_steps
+    tokens = own_rows * machine.ranks * command.max_length
+    if command.max_tokens_per_micro_batch:  # as many long rows as it holds; an example that alone has more goes alone
+        longest = command.max_tokens_per_micro_batch / command.max_length
+        rows = min(own_rows * machine.ranks, max(1 + is_reward, longest))
     flops = training_passes(held) * forward_flops(model, tokens, command.max_length)
     trained = trained_parameters(model, command.lora_r)
     return Stage(

@@ -171,7 +171,6 @@ def main() -> None:
         chat_format,
         distributed,
         engine,
-        examples,
         generation,
         hybrid_engine,
         metrics,
@@ -179,6 +178,7 @@ def main() -> None:
         resume,
         runs,
         tokenizer,
+        tokens,
     )
     from common.batches import step_rows
     from step3_rlhf import rewards
@@ -201,7 +201,8 @@ def main() -> None:
     longest = args.max_prompt_length + args.max_completion_length
     length_flags = "--max_prompt_length and --max_completion_length"
     text = tokenizer.prepare(args.actor, longest, length_flags, args.chat_template, args.trust_remote_code)
-    prompts, report = examples.tokenise_prompts(text.tokenizer, data.read_rows(files.train), args.max_prompt_length)
+    cache = cli.pick(tokens.Cache, args)
+    prompts, report = tokens.load("prompts", text.tokenizer, files, files.train, args.max_prompt_length, cache)
     critic_tokenizer = models.load_tokenizer(args.critic, args.trust_remote_code)
     if not critic_tokenizer.get_vocab().items() <= text.tokenizer.get_vocab().items():
         raise UserError(
@@ -333,7 +334,7 @@ def main() -> None:
         pad_id=text.pad_id,
     )
     sampler = hybrid_engine.RolloutEngine(actor, backend, args.rollout_forward_batch_size, device)
-    sampler.check_parity([prompt.ids for prompt in prompts], sampling, log.say)
+    sampler.check_parity((prompt.ids for prompt in prompts), sampling, log.say)
     trainer = PPOTrainer(
         actor=actor,
         critic=critic,

@@ -280,8 +280,8 @@ def test_pairs_are_cut_counted_or_set_aside():
 def test_pairs_with_a_limit_of_their_own_on_prompts():
     row = {"prompt": user("abcd"), "chosen": answer("x"), "rejected": answer("y")}
     assert examples.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=5)[1].kept == 1
-    with pytest.raises(UserError, match="prompt over 4 tokens"):
-        examples.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=4)
+    aside = examples.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=4)[1].set_aside
+    assert aside == {"prompt over 4 tokens even without its older turns": 1}
 
 
 def test_prompts_are_shortened_or_set_aside_and_keep_their_columns():
@@ -314,7 +314,7 @@ def test_prompts_are_shortened_or_set_aside_and_keep_their_columns():
 ])  # fmt: skip
 def test_nothing_left_is_an_error_with_the_reasons(tokenise, rows, message):
     with pytest.raises(UserError) as caught:
-        tokenise(tokenizer(), rows, 3)
+        tokenise(tokenizer(), rows, 3)[1].require_rows()
     assert str(caught.value) == message
 
 
@@ -389,6 +389,53 @@ def test_dealing_by_hand():
         [["a", "d"], ["g"]],
         [["b", "e"], []],
         [["c", "f"], []],
+    ]
+
+
+# ---- micro-batches by tokens
+
+
+def padded(lengths):
+    return lambda rows: len(rows) * max(lengths[row] for row in rows)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    world=st.integers(1, 4),
+    most=st.integers(1, 100),
+    per_row=st.integers(1, 2),
+)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_micro_batches_by_tokens_hold_every_row_once_within_the_budget(lengths, world, most, per_row):
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__)
+    shares = [
+        batches.pack_micro_batches(rows, rank, world, lambda group: per_row * padded(lengths)(group), most)
+        for rank in range(world)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(row for share in shares for batch in share for row in batch) == list(range(len(lengths)))
+    for batch in itertools.chain(*shares):
+        assert len(batch) <= 1 or len(batch) * max(lengths[row] for row in batch) * per_row <= most
+    # A forward of weight zero only where there are not rows enough, and never in all ranks at once.
+    for slot in zip(*shares, strict=True):
+        assert any(slot)
+    if any([] in share for share in shares):
+        assert all(len(batch) <= 1 for share in shares for batch in share)
+
+
+def test_micro_batches_by_tokens_by_hand():
+    lengths = {"a": 2, "b": 2, "c": 3, "d": 4, "e": 9, "f": 10, "g": 25}
+    pack = lambda rank, world, most: batches.pack_micro_batches(list("abcdefg"), rank, world, padded(lengths), most)  # noqa: E731
+    # g is over the budget alone; e and f make 20; a to d make 4 x 4.
+    assert pack(0, 1, 20) == [list("abcd"), list("ef"), ["g"]]
+    assert pack(0, 1, 1000) == [list("abcdefg")] and pack(0, 1, 1) == [[row] for row in "abcdefg"]
+    # Three groups on two ranks: the largest that can be is halved, and like sizes run at the same time.
+    assert [pack(rank, 2, 20) for rank in (0, 1)] == [[["e"], list("abcd")], [["f"], ["g"]]]
+    # More ranks than rows: rows of weight zero.
+    assert [batches.pack_micro_batches(["a", "g"], rank, 3, padded(lengths), 9) for rank in range(3)] == [
+        [["a"]],
+        [["g"]],
+        [[]],
     ]
 
 

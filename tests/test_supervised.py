@@ -129,6 +129,37 @@ def test_how_a_step_is_cut_changes_nothing(size, accumulation):
             assert other[step][name] == pytest.approx(value, abs=2e-6, rel=2e-6), (step, name)
 
 
+@pytest.mark.parametrize("most", [5, 14, 1000])
+def test_micro_batches_by_tokens_change_no_result(most, monkeypatch):
+    seen = []
+    pack = supervised.pack_micro_batches
+    monkeypatch.setattr(supervised, "pack_micro_batches", lambda *args: seen.append(pack(*args)) or seen[-1])
+    plain = run()
+    assert not seen
+    by_tokens = run(dataclasses.replace(BATCHES, max_tokens_per_micro_batch=most))
+    for step, row in plain[0].items():
+        for name, value in row.items():
+            assert by_tokens[0][step][name] == pytest.approx(value, abs=2e-6, rel=2e-6), (step, name)
+    for name, value in plain[3].state().items():
+        torch.testing.assert_close(by_tokens[3].state()[name], value, atol=1e-5, rtol=0, msg=name)
+    # Of a step of four rows: 5 tokens are a row each, 1000 all at once.
+    forwards = {len(dealt) for dealt in seen if sum(map(len, dealt)) == 4}
+    assert forwards == {5: {4}, 1000: {1}}.get(most, forwards) and forwards
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, [[3], [0, 1, 2]]), (2, [[0], [1, 2], [3]])])
+def test_the_budget_counts_padding_and_every_row_of_an_example(rows, expected):
+    lengths = {
+        0: 3,
+        1: 4,
+        2: 4,
+        3: 9,
+    }  # 16 tokens: 3 rows padded to 4; 0 to 2 and 3 would be 4 x 9; of pairs twice that
+    task = supervised.Task(lambda length: length, lambda *_: {}, lambda _: None, len, dict, rows)
+    batches = dataclasses.replace(BATCHES, max_tokens_per_micro_batch=16)
+    assert supervised._micro_batches([3, 1, 0, 2], lengths, task, batches, torch.device("cpu"))[1] == expected
+
+
 def test_max_steps_decides_and_rows_go_round():
     batches = dataclasses.replace(BATCHES, max_steps=7, eval_steps=0)
     assert batches.steps(3) == 7 and BATCHES.steps(11) == 5 and batches.size == 4
