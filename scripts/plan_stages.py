@@ -105,6 +105,12 @@ def plan_rlhf(name: str, command, machine: Machine, shape, how, args) -> Stage:
     critic_trained = trained_parameters(critic, critic_lora_r)
     own_rows = -(-command.rollout_batch_size // machine.ranks)
     decode_rows = min(own_rows, command.rollout_forward_batch_size or own_rows)
+    micro_rows = logit_rows = min(command.per_device_train_batch_size, -(-command.minibatch_size // machine.ranks))
+    if tokens := command.max_tokens_per_micro_batch:
+        length = command.max_prompt_length + command.max_completion_length
+        micro_rows, logit_rows = (
+            min(command.minibatch_size, max(1, tokens / width)) for width in (length, command.max_completion_length + 1)
+        )
     items = memory.ppo(
         actor,
         critic,
@@ -114,7 +120,8 @@ def plan_rlhf(name: str, command, machine: Machine, shape, how, args) -> Stage:
         critic_how,
         how(command.frozen_zero_stage, offload_param=command.offload_frozen),
         decode_rows=decode_rows,
-        micro_rows=min(command.per_device_train_batch_size, -(-command.minibatch_size // machine.ranks)),
+        micro_rows=micro_rows,
+        logit_rows=logit_rows,
         prompt=command.max_prompt_length,
         response=command.max_completion_length,
         divides_logits=command.temperature != 1,

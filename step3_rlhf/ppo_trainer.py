@@ -57,6 +57,7 @@ class PPO:
     length_penalty: float | None
     critic_warmup_steps: int
     seed: int
+    max_tokens_per_micro_batch: int = 0
 
 
 @dataclasses.dataclass
@@ -188,7 +189,8 @@ class PPOTrainer:
             for start in range(0, total, ppo.minibatch_size):
                 rows = order[start : start + ppo.minibatch_size]
                 count = float(experience.mask[rows].sum())  # what every mean of this optimizer step is taken over
-                batches = exp.micro_batches(rows, experience, advantages, returns, ppo.per_device_train_batch_size)
+                sizes = ppo.per_device_train_batch_size, ppo.max_tokens_per_micro_batch
+                batches = exp.micro_batches(rows, experience, advantages, returns, *sizes)
                 dealt = [batch.rows for batch in batches]
                 critic_results.append(
                     self.critic.train_step(batches, lambda batch, n=count: self.critic_share(batch, n), step, dealt)

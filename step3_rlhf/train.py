@@ -38,6 +38,7 @@ def parse_args(argv=None):
     group.add_argument("--num_generations", type=cli.positive, default=1, help="responses to each prompt; divides --rollout_batch_size")
     group.add_argument("--minibatch_size", type=cli.positive, default=32, help="responses in one optimizer step; divides --rollout_batch_size")
     group.add_argument("--per_device_train_batch_size", type=cli.positive, default=8, help="responses in one training forward of one rank")
+    group.add_argument("--max_tokens_per_micro_batch", type=cli.natural, default=0, metavar="N", help="cut a minibatch by length into forwards of at most N tokens, padding included; 0: into equal numbers")
     group.add_argument("--rollout_forward_batch_size", type=cli.natural, default=0, help="responses decoded or scored at once on one rank; 0: all")
     group.add_argument("--num_ppo_epochs", type=cli.positive, default=2, help="passes over each rollout batch")
     group.add_argument("--num_train_epochs", type=cli.number(1e-6), default=1.0, help="passes over the prompts")

@@ -17,6 +17,7 @@ from small_models import save_llama
 
 from common import chat_format, data, examples, tokens
 from common.errors import UserError
+from common.metrics import read_jsonl
 
 LIMIT = 24
 
@@ -366,3 +367,11 @@ def test_a_run_on_two_ranks_is_the_same_from_the_cache(tmp_path):
         report = next(line for line in done.output[0].splitlines() if line.startswith("sft data:"))
         seen[out] += report.encode()
     assert seen["plain"] == seen["made"] == seen["found"] and len(arrows(tmp_path / "cache")) == 1
+    # Micro-batches by tokens are cut otherwise on one rank and on two: the same figures, to rounding.
+    plain = read_jsonl(tmp_path / "plain/metrics.jsonl")
+    for ranks in (1, 2):
+        more = f" --max_tokens_per_micro_batch 50 --per_device_train_batch_size {4 // ranks}"
+        done = stage_processes.run("step1_sft/train.py", flags.format(ranks, "off") + more, tmp_path, ranks)
+        assert done.codes == [0] * ranks, done.output
+        for row, expected in zip(read_jsonl(tmp_path / f"{ranks}/metrics.jsonl"), plain, strict=True):
+            assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
