@@ -267,7 +267,8 @@ def _tokenised(
 
 def _jobs(kind: str, file: Path, limit: int) -> Iterator[tuple[str, pa.RecordBatch, int, int]]:
     first_row = 0
-    for rows in pq.ParquetFile(file).iter_batches(batch_size=_CHUNK):
+    # Buffered: otherwise a whole row group, which is up to a million rows, is read into memory first.
+    for rows in pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False).iter_batches(batch_size=_CHUNK):
         yield kind, rows, limit, first_row
         first_row += len(rows)
 
