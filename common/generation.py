@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicLayer
 
-from common.data import pad_left
+from common.batches import pad_left
 from common.errors import UserError
 from common.tensor_ops import position_ids_of
 

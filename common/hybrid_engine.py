@@ -7,7 +7,8 @@ copy afterwards. `hybrid` is DeepSpeed's hybrid engine, taken only where it runs
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import deepspeed  # noqa: I001  after common.distributed, which quiets it
 import torch
@@ -95,13 +96,13 @@ class RolloutEngine:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
     def check_parity(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, say: Callable[[str], None]
+        self, prompts: Iterable[Sequence[int]], params: SamplingParams, say: Callable[[str], None]
     ) -> None:
         """Keeps the hybrid engine only if its greedy tokens equal the native loop's; says what was found."""
         if self.backend != "hybrid":
             return
         greedy = dataclasses.replace(params, greedy=True, max_new_tokens=min(_PARITY_TOKENS, params.max_new_tokens))
-        prompts = list(prompts[:_PARITY_PROMPTS])
+        prompts = list(itertools.islice(prompts, _PARITY_PROMPTS))
         rows = list(range(len(prompts)))
         with self.weights() as model:
             expected = generate(model, prompts, greedy, rows=rows)

@@ -250,7 +250,8 @@ def ppo(
     frozen_how: How,
     *,
     decode_rows: int,
-    micro_rows: int,
+    micro_rows: float,
+    logit_rows: float,
     prompt: int,
     response: int,
     divides_logits: bool = False,
@@ -262,6 +263,7 @@ def ppo(
     Args:
         ref: None if there is none, or if it is the actor without its adapter.
         decode_rows: responses decoded, and scored, at once on one rank; micro_rows: in one training forward.
+        logit_rows: the same, with prompts so short that as many responses as can be share a forward.
         divides_logits: the temperature is not 1, so logits are there twice for a moment.
         trained, critic_trained: parameters that learn; all of them, if not given.
     """
@@ -286,7 +288,7 @@ def ppo(
 
     items.append(Item("activations", "critic", activations_for_backward(critic, critic_how, micro_rows, length)))
     items.append(Item("activations", "actor", activations_for_backward(actor, actor_how, micro_rows, length)))
-    items.append(Item("logits", "actor", logits_for_backward(actor, actor_how, micro_rows, response + 1)))
+    items.append(Item("logits", "actor", logits_for_backward(actor, actor_how, logit_rows, response + 1)))
     learners = (actor, actor_how), (critic, critic_how)
     return [*items, loading(*learners, *((shape, frozen_how) for shape in frozen)), saving(*learners)]
 

@@ -80,7 +80,7 @@ NO_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
         "disable_dropout disable_actor_dropout disable_critic_dropout",
         (ON, "the dropout of models is off in every stage"),
     ),
-    "--data_output_path": (ANY, "nothing is cached: the folder of step 0 is read as it is"),
+    "--data_output_path": (ANY, "tokens are kept beside the data of step 0, or where --tokens_cache says"),
     "--tensorboard_path": (ANY, "curves are written to OUTPUT_DIR/tensorboard"),
     "--print_loss": (ANY, "metrics.jsonl has the loss of every step"),
     "--compute_fp32_loss": (ON, "losses are computed in fp32"),
@@ -96,7 +96,11 @@ NO_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "--overwrite_output_dir": (OFF, "a finished run is never overwritten"),
     "--optim": (("adamw_torch", "adamw_torch_fused"), "the optimizer is torch's AdamW"),
     **_each(
-        "preprocessing_num_workers dataset_num_proc dataloader_num_workers dataloader_pin_memory",
+        "preprocessing_num_workers dataset_num_proc",
+        (ANY, "20,000 rows or more become tokens on all cores"),
+    ),
+    **_each(
+        "dataloader_num_workers dataloader_pin_memory",
         (ANY, "rows are read and batched by the training process"),
     ),
     "--remove_unused_columns": (ANY, "reward functions get all columns, and nothing else reads more than it needs"),

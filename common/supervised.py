@@ -4,11 +4,12 @@ A stage says what is its own (a `Task`); how rows become micro-batches, equally 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from common import data, distributed, engine
+from common import distributed, engine
+from common.batches import num_steps, pack_micro_batches, rank_micro_batches, step_rows
 from common.engine import TrainedModel
 from common.metrics import Stopwatch
 from common.runs import Run
@@ -16,7 +17,8 @@ from common.runs import Run
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """How examples are cut into steps. max_steps 0: as many as num_train_epochs takes; eval_steps 0: at the end."""
+    """How examples are cut into steps. max_steps 0: as many as num_train_epochs takes; eval_steps 0: at the end;
+    max_tokens_per_micro_batch 0: micro-batches of per_device_train_batch_size examples, however long they are."""
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -24,6 +26,7 @@ class Batches:
     max_steps: int
     eval_steps: int
     seed: int
+    max_tokens_per_micro_batch: int = 0
 
     @property
     def size(self) -> int:
@@ -37,24 +40,23 @@ class Batches:
 
     def steps(self, num_examples: int) -> int:
         """Optimizer steps of the whole run."""
-        return self.max_steps or data.num_steps(num_examples, self.size, self.num_train_epochs)
+        return self.max_steps or num_steps(num_examples, self.size, self.num_train_epochs)
 
     def rows(self, step: int, num_examples: int) -> list[int]:
         """Row numbers of a 0-based step."""
-        return data.step_rows(
-            step, self.size, num_examples, self.seed, None if self.max_steps else self.num_train_epochs
-        )
+        return step_rows(step, self.size, num_examples, self.seed, None if self.max_steps else self.num_train_epochs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What one stage learns.
 
-    length: tokens of an example, so that similar ones share a micro-batch.
+    length: tokens of an example, of its longest row if it makes several, so that similar ones share a micro-batch.
     collate: (examples, filler) -> tensors; no examples means a row of zero weight made from the filler.
     loss: batch -> (loss summed over what counts, named sums).
     count: what a step's loss is averaged over, from its examples.
     figures: (sums, count) -> the metrics of a step or an evaluation.
+    rows: of the padded batch that one example makes.
     """
 
     length: Callable[[object], int]
@@ -62,10 +64,11 @@ class Task:
     loss: Callable[[dict], tuple[torch.Tensor, dict[str, torch.Tensor]]]
     count: Callable[[list], int]
     figures: Callable[[dict[str, float], int], dict[str, float]]
+    rows: int = 1
 
 
 def train(
-    model: TrainedModel, train_set: list, eval_set: list, task: Task, batches: Batches, run: Run
+    model: TrainedModel, train_set: Sequence, eval_set: Sequence, task: Task, batches: Batches, run: Run
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Runs all steps, or those left. Returns the last step's metrics and the last evaluation's sums ({} if none)."""
     total_steps = batches.steps(len(train_set))
@@ -76,16 +79,16 @@ def train(
     for step in range(done, total_steps):
         clock = Stopwatch()
         rows = batches.rows(step, len(train_set))
-        examples = [train_set[row] for row in rows]
-        count = task.count(examples)
+        examples = {row: train_set[row] for row in rows}
+        count = task.count([examples[row] for row in rows])
 
         def share(batch, count=count):
             loss, sums = task.loss(batch)
             return loss / count, sums
 
-        micro_batches, dealt = _micro_batches(rows, train_set, task, batches, model.device)
+        micro_batches, dealt = _micro_batches(rows, examples, task, batches, model.device)
         result = model.train_step(micro_batches, share, step + 1, dealt)
-        seen += sum(task.length(example) for example in examples)
+        seen += sum(task.length(examples[row]) for row in rows)
         record = task.figures(result.sums, count) | {
             "loss": result.sums["loss"],
             "grad_norm": result.grad_norm,
@@ -104,28 +107,36 @@ def train(
 
 
 def evaluate(
-    model: TrainedModel, examples: list, task: Task, batches: Batches
+    model: TrainedModel, eval_set: Sequence, task: Task, batches: Batches
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The task's figures, loss included, over a set of examples; and the sums they were made from."""
     sums: dict[str, torch.Tensor] = {}
+    count = 0
     with model.evaluating():
-        for start in range(0, len(examples), batches.size):
-            rows = list(range(start, min(start + batches.size, len(examples))))
+        for start in range(0, len(eval_set), batches.size):
+            rows = list(range(start, min(start + batches.size, len(eval_set))))
+            examples = {row: eval_set[row] for row in rows}
+            count += task.count(list(examples.values()))
             for batch in _micro_batches(rows, examples, task, batches, model.device)[0]:
                 loss, parts = task.loss(batch)
                 distributed.accumulate(sums, parts | {"loss": loss})
     totals = distributed.sum_over_ranks(sums, model.device)
-    count = task.count(examples)
     return task.figures(totals, count) | {"loss": totals["loss"] / count}, totals
 
 
 def _micro_batches(
-    rows: list[int], examples: list, task: Task, batches: Batches, device: torch.device
+    rows: list[int], examples: dict[int, object], task: Task, batches: Batches, device: torch.device
 ) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
     """This rank's share of a step and its row numbers; similar lengths together, so that little of it is padding."""
     rows = sorted(rows, key=lambda row: task.length(examples[row]))
-    dealt = data.rank_micro_batches(
-        rows, distributed.rank(), distributed.world_size(), batches.per_device_train_batch_size
-    )
+    rank, world = distributed.rank(), distributed.world_size()
+    if batches.max_tokens_per_micro_batch:
+
+        def padded_tokens(group: list[int]) -> int:
+            return task.rows * len(group) * max(task.length(examples[row]) for row in group)
+
+        dealt = pack_micro_batches(rows, rank, world, padded_tokens, batches.max_tokens_per_micro_batch)
+    else:
+        dealt = rank_micro_batches(rows, rank, world, batches.per_device_train_batch_size)
     made = [task.collate([examples[row] for row in micro], examples[rows[0]]) for micro in dealt]
     return [{name: x.to(device) for name, x in batch.items()} for batch in made], dealt

@@ -10,7 +10,7 @@ import inspect
 import torch
 
 from common import chat_format, models, tensor_ops
-from common.data import pad_left, pad_right
+from common.batches import pad_left, pad_right
 from common.errors import UserError
 from common.generation import SamplingParams, generate
 

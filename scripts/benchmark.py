@@ -189,7 +189,7 @@ def full_rollout(args, generate: Callable) -> Side:
 
 
 def model_generate(args, hf, prompts: list[list[int]]) -> Side:
-    from common.data import pad_left
+    from common.batches import pad_left
 
     query, mask = (x.to(hf.device) for x in pad_left(prompts, 0))
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
@@ -275,7 +275,7 @@ def ppo_trainer(args, folder: Path, device):
 
 
 def ppo_step(args, trainer, prompts: list[list[int]]) -> Side:
-    from common.data import PromptExample
+    from common.examples import PromptExample
 
     examples = [PromptExample(ids, {"prompt": [{"role": "user", "content": "w2"}]}) for ids in prompts]
 

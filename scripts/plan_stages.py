@@ -72,7 +72,11 @@ def plan_supervised(name: str, command, machine: Machine, shape, how, args) -> S
     model = shape(command.model_name_or_path, is_reward)
     held = how(command.zero_stage, command.offload_optimizer, command.offload_param)
     rows = command.per_device_train_batch_size * (1 + is_reward)  # a pair is two rows
-    tokens = rows * command.gradient_accumulation_steps * machine.ranks * command.max_length
+    own_rows = rows * command.gradient_accumulation_steps
+    tokens = own_rows * machine.ranks * command.max_length
+    if command.max_tokens_per_micro_batch:  # as many long rows as it holds; an example that alone has more goes alone
+        longest = command.max_tokens_per_micro_batch / command.max_length
+        rows = min(own_rows * machine.ranks, max(1 + is_reward, longest))
     flops = training_passes(held) * forward_flops(model, tokens, command.max_length)
     trained = trained_parameters(model, command.lora_r)
     return Stage(
@@ -101,6 +105,12 @@ def plan_rlhf(name: str, command, machine: Machine, shape, how, args) -> Stage:
     critic_trained = trained_parameters(critic, critic_lora_r)
     own_rows = -(-command.rollout_batch_size // machine.ranks)
     decode_rows = min(own_rows, command.rollout_forward_batch_size or own_rows)
+    micro_rows = logit_rows = min(command.per_device_train_batch_size, -(-command.minibatch_size // machine.ranks))
+    if tokens := command.max_tokens_per_micro_batch:
+        length = command.max_prompt_length + command.max_completion_length
+        micro_rows, logit_rows = (
+            min(command.minibatch_size, max(1, tokens / width)) for width in (length, command.max_completion_length + 1)
+        )
     items = memory.ppo(
         actor,
         critic,
@@ -110,7 +120,8 @@ def plan_rlhf(name: str, command, machine: Machine, shape, how, args) -> Stage:
         critic_how,
         how(command.frozen_zero_stage, offload_param=command.offload_frozen),
         decode_rows=decode_rows,
-        micro_rows=min(command.per_device_train_batch_size, -(-command.minibatch_size // machine.ranks)),
+        micro_rows=micro_rows,
+        logit_rows=logit_rows,
         prompt=command.max_prompt_length,
         response=command.max_completion_length,
         divides_logits=command.temperature != 1,

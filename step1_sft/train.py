@@ -43,7 +43,8 @@ def main() -> None:
     upload = cli.pick(hub.Hub, args)
     hub.check(upload)
 
-    from common import adapters, distributed, engine, models, resume, runs, supervised, tokenizer
+    from common import adapters, distributed, engine, models, resume, runs, supervised, tokenizer, tokens
+    from common.batches import collate_sft
     from step1_sft.loss import sft_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -56,10 +57,11 @@ def main() -> None:
     text = tokenizer.prepare(
         args.model_name_or_path, args.max_length, "--max_length", args.chat_template, args.trust_remote_code
     )
-    train, report = data.tokenise_sft(text.tokenizer, data.read_rows(files.train), args.max_length)
+    cache = cli.pick(tokens.Cache, args)
+    train, report = tokens.load("sft", text.tokenizer, files, files.train, args.max_length, cache)
     held_out = []
     if files.eval:
-        held_out, _ = data.tokenise_sft(text.tokenizer, data.read_rows(files.eval), args.max_length)
+        held_out, _ = tokens.load("sft", text.tokenizer, files, files.eval, args.max_length, cache)
 
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
@@ -92,7 +94,7 @@ def main() -> None:
     # 4. Train: a step's loss is its mean over all answer tokens, however they are cut into micro-batches and ranks.
     task = supervised.Task(
         length=lambda example: len(example.ids),
-        collate=lambda examples, filler: data.collate_sft(examples, text.pad_id, filler),
+        collate=lambda examples, filler: collate_sft(examples, text.pad_id, filler),
         loss=lambda batch: sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"]),
         count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
         figures=lambda sums, count: {

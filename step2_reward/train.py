@@ -49,7 +49,8 @@ def main() -> None:
     upload = cli.pick(hub.Hub, args)
     hub.check(upload)
 
-    from common import adapters, distributed, engine, models, resume, runs, supervised, tokenizer
+    from common import adapters, distributed, engine, models, resume, runs, supervised, tokenizer, tokens
+    from common.batches import collate_pairs
     from step2_reward.loss import pairwise_loss
 
     device = distributed.start(args.timeout_minutes, args.seed)
@@ -62,10 +63,11 @@ def main() -> None:
     text = tokenizer.prepare(
         args.model_name_or_path, args.max_length, "--max_length", args.chat_template, args.trust_remote_code
     )
-    train, report = data.tokenise_pairs(text.tokenizer, data.read_rows(files.train), args.max_length)
+    cache = cli.pick(tokens.Cache, args)
+    train, report = tokens.load("preference", text.tokenizer, files, files.train, args.max_length, cache)
     held_out = train
     if files.eval:
-        held_out, _ = data.tokenise_pairs(text.tokenizer, data.read_rows(files.eval), args.max_length)
+        held_out, _ = tokens.load("preference", text.tokenizer, files, files.eval, args.max_length, cache)
 
     total_steps = batches.steps(len(train))
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
@@ -122,10 +124,11 @@ def main() -> None:
 
     task = supervised.Task(
         length=lambda pair: len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)),
-        collate=lambda pairs, filler: data.collate_pairs(pairs, text.pad_id, filler),
+        collate=lambda pairs, filler: collate_pairs(pairs, text.pad_id, filler),
         loss=loss,
         count=len,
         figures=figures,
+        rows=2,
     )
     record, sums = supervised.train(model, train, held_out, task, batches, run)
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import data, distributed
+from common import distributed
+from common.batches import pack_micro_batches, rank_micro_batches
 from common.generation import Rollout
 
 
@@ -88,17 +89,26 @@ def gather(rollout: Rollout, computed: dict[str, Tensor], num_responses: int, pa
 
 
 def micro_batches(
-    rows: list[int], experience: Experience, advantages: Tensor, returns: Tensor, size: int
+    rows: list[int], experience: Experience, advantages: Tensor, returns: Tensor, size: int, max_tokens: int
 ) -> list[MicroBatch]:
-    """This rank's share of a minibatch (`rows` of the experience), as many micro-batches of `size` on every rank.
+    """This rank's share of a minibatch (`rows` of the experience), as many micro-batches on every rank.
 
+    They hold `size` rows, or with `max_tokens` above 0 as many as make no more tokens than that, padding included.
     Similar lengths go together and columns of padding only are cut off. A rank with nothing left for a forward runs a
     row of weight zero.
     """
-    lengths = (experience.query_mask.sum(1) + experience.mask.sum(1)).tolist()
-    rows = sorted(rows, key=lambda row: lengths[row])
-    batches = []
-    for own in data.rank_micro_batches(rows, distributed.rank(), distributed.world_size(), size):
+    queries, responses = experience.query_mask.sum(1).tolist(), experience.mask.sum(1).tolist()
+    rows = sorted(rows, key=lambda row: queries[row] + responses[row])
+
+    def padded_tokens(group: list[int]) -> int:
+        return len(group) * (max(queries[row] for row in group) + max(responses[row] for row in group))
+
+    rank, world, batches = distributed.rank(), distributed.world_size(), []
+    if max_tokens:
+        dealt = pack_micro_batches(rows, rank, world, padded_tokens, max_tokens)
+    else:
+        dealt = rank_micro_batches(rows, rank, world, size)
+    for own in dealt:
         index = own or rows[:1]
         part = rows_of(experience, index)
         ids, seen = sequence(part)

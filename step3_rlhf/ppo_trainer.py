@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common import data, distributed
+from common import distributed
 from common.engine import AdapterOff, FrozenModel, StepResult, TrainedModel
+from common.examples import PromptExample
 from common.generation import Rollout, SamplingParams
 from common.hybrid_engine import RolloutEngine
 from common.metrics import Stopwatch
@@ -56,6 +57,7 @@ class PPO:
     length_penalty: float | None
     critic_warmup_steps: int
     seed: int
+    max_tokens_per_micro_batch: int = 0
 
 
 @dataclasses.dataclass
@@ -92,7 +94,7 @@ class PPOTrainer:
         self.kl_coef = counters.get("kl_coef", self.kl_coef)
         self.episodes = counters.get("episodes", self.episodes)
 
-    def step(self, step: int, prompts: list[data.PromptExample], num_samples: int = 3) -> tuple[dict, dict, list[dict]]:
+    def step(self, step: int, prompts: list[PromptExample], num_samples: int = 3) -> tuple[dict, dict, list[dict]]:
         """One RL step (counted from 1) on its prompts, the same list on every rank.
 
         Returns metrics, seconds by phase, and the first `num_samples` responses as rows for samples.jsonl.
@@ -188,7 +190,8 @@ class PPOTrainer:
             for start in range(0, total, ppo.minibatch_size):
                 rows = order[start : start + ppo.minibatch_size]
                 count = float(experience.mask[rows].sum())  # what every mean of this optimizer step is taken over
-                batches = exp.micro_batches(rows, experience, advantages, returns, ppo.per_device_train_batch_size)
+                sizes = ppo.per_device_train_batch_size, ppo.max_tokens_per_micro_batch
+                batches = exp.micro_batches(rows, experience, advantages, returns, *sizes)
                 dealt = [batch.rows for batch in batches]
                 critic_results.append(
                     self.critic.train_step(batches, lambda batch, n=count: self.critic_share(batch, n), step, dealt)
@@ -248,7 +251,7 @@ class PPOTrainer:
         logits = response_slice(model(ids, seen, keep=width + 1), 1)
         return logits if self.sampling.temperature == 1.0 else logits / self.sampling.temperature
 
-    def samples(self, prompts: list[data.PromptExample], experience: exp.Experience, kl: Tensor) -> list[dict]:
+    def samples(self, prompts: list[PromptExample], experience: exp.Experience, kl: Tensor) -> list[dict]:
         """The responses to the step's first prompts, readable."""
         kl_sum, lengths = masked_sum(kl, experience.mask, dim=1).tolist(), experience.mask.sum(1).tolist()
         return [

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from common import chat_format, data
+from common import chat_format
+from common.batches import pad_right
 from common.engine import FrozenModel
 from common.errors import RunFailed, UserError
 from common.functions import is_function
@@ -94,7 +95,7 @@ class RewardModel:
                 f"a response with its prompt is {longest} tokens for the reward model {self.name}, which has positions "
                 f"for {limit}; lower --max_prompt_length or --max_completion_length"
             )
-        return data.pad_right(rows, self.tokenizer.pad_token_id or 0)
+        return pad_right(rows, self.tokenizer.pad_token_id or 0)
 
 
 class RewardFunction:

@@ -38,6 +38,7 @@ def parse_args(argv=None):
     group.add_argument("--num_generations", type=cli.positive, default=1, help="responses to each prompt; divides --rollout_batch_size")
     group.add_argument("--minibatch_size", type=cli.positive, default=32, help="responses in one optimizer step; divides --rollout_batch_size")
     group.add_argument("--per_device_train_batch_size", type=cli.positive, default=8, help="responses in one training forward of one rank")
+    group.add_argument("--max_tokens_per_micro_batch", type=cli.natural, default=0, metavar="N", help="cut a minibatch by length into forwards of at most N tokens, padding included; 0: into equal numbers")
     group.add_argument("--rollout_forward_batch_size", type=cli.natural, default=0, help="responses decoded or scored at once on one rank; 0: all")
     group.add_argument("--num_ppo_epochs", type=cli.positive, default=2, help="passes over each rollout batch")
     group.add_argument("--num_train_epochs", type=cli.number(1e-6), default=1.0, help="passes over the prompts")
@@ -178,7 +179,9 @@ def main() -> None:
         resume,
         runs,
         tokenizer,
+        tokens,
     )
+    from common.batches import step_rows
     from step3_rlhf import rewards
     from step3_rlhf.ppo_trainer import PPO, PPOTrainer
 
@@ -199,7 +202,8 @@ def main() -> None:
     longest = args.max_prompt_length + args.max_completion_length
     length_flags = "--max_prompt_length and --max_completion_length"
     text = tokenizer.prepare(args.actor, longest, length_flags, args.chat_template, args.trust_remote_code)
-    prompts, report = data.tokenise_prompts(text.tokenizer, data.read_rows(files.train), args.max_prompt_length)
+    cache = cli.pick(tokens.Cache, args)
+    prompts, report = tokens.load("prompts", text.tokenizer, files, files.train, args.max_prompt_length, cache)
     critic_tokenizer = models.load_tokenizer(args.critic, args.trust_remote_code)
     if not critic_tokenizer.get_vocab().items() <= text.tokenizer.get_vocab().items():
         raise UserError(
@@ -216,7 +220,7 @@ def main() -> None:
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
-    responses = args.num_generations * len(data.step_rows(0, prompts_per_step, len(prompts), args.seed, epochs))
+    responses = args.num_generations * len(step_rows(0, prompts_per_step, len(prompts), args.seed, epochs))
     if responses < distributed.world_size():
         raise UserError(
             f"a step of {responses} responses is less than the {distributed.world_size()} ranks, and every rank needs one; raise --rollout_batch_size, or with few prompts set --max_steps or --num_generations"
@@ -331,7 +335,7 @@ def main() -> None:
         pad_id=text.pad_id,
     )
     sampler = hybrid_engine.RolloutEngine(actor, backend, args.rollout_forward_batch_size, device)
-    sampler.check_parity([prompt.ids for prompt in prompts], sampling, log.say)
+    sampler.check_parity((prompt.ids for prompt in prompts), sampling, log.say)
     trainer = PPOTrainer(
         actor=actor,
         critic=critic,
@@ -350,7 +354,7 @@ def main() -> None:
     trainer.restore(counters)
     record = counters.get("record", {})
     for step in range(done + 1, total_steps + 1):
-        rows = data.step_rows(step - 1, prompts_per_step, len(prompts), args.seed, epochs)
+        rows = step_rows(step - 1, prompts_per_step, len(prompts), args.seed, epochs)
         shows_samples = args.sample_steps and (step % args.sample_steps == 0 or step == total_steps)
         num_samples = 3 if shows_samples else 0
         seen, seconds, samples = trainer.step(step, [prompts[row] for row in rows], num_samples)

@@ -16,7 +16,9 @@ import one_rank  # noqa: E402
 import torch  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
-from common import adapters, chat_format, cli, data, distributed, engine, generation, hybrid_engine, models, supervised  # noqa: E402
+from common import adapters, chat_format, cli, distributed, engine, generation, hybrid_engine, models, supervised  # noqa: E402
+from common.batches import collate_sft  # noqa: E402
+from common.examples import tokenise_prompts, tokenise_sft  # noqa: E402
 from step1_sft.loss import sft_loss  # noqa: E402
 from step3_rlhf import rewards  # noqa: E402
 from step3_rlhf.ppo_trainer import PPO, PPOTrainer  # noqa: E402
@@ -72,7 +74,7 @@ def length_reward(prompts, completions, **columns):
 def run_ppo(folder: Path, stage: int, steps: int, replay: list | None, device) -> dict:
     tokenizer = models.load_tokenizer(folder / "actor")
     stop_ids = (*chat_format.stop_ids(tokenizer), *range(100, 140))  # many, so that lengths differ
-    prompts, _ = data.tokenise_prompts(
+    prompts, _ = tokenise_prompts(
         tokenizer, [{"prompt": [{"role": "user", "content": QUESTIONS[i % 5]}]} for i in range(RESPONSES)], 200
     )
     optim = engine.Optim(1e-3, "linear", 0.0, 0, 0.0, 0.9, 0.95, 1e-8, 1.0)
@@ -130,7 +132,7 @@ def run_sft(folder: Path, stage: int, device, lora_r: int = 0) -> list[dict]:
         }
         for i in range(11)
     ]
-    examples, _ = data.tokenise_sft(tokenizer, rows, 200)
+    examples, _ = tokenise_sft(tokenizer, rows, 200)
     optim = engine.Optim(1e-3, "cosine", 0.1, 1, 0.01, 0.9, 0.95, 1e-8, 1.0)
 
     def load(zero3):
@@ -146,7 +148,7 @@ def run_sft(folder: Path, stage: int, device, lora_r: int = 0) -> list[dict]:
 
     task = supervised.Task(
         length=lambda example: len(example.ids),
-        collate=lambda examples, filler: data.collate_sft(examples, tokenizer.pad_token_id, filler),
+        collate=lambda examples, filler: collate_sft(examples, tokenizer.pad_token_id, filler),
         loss=loss,
         count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
         figures=lambda sums, count: {"accuracy": sums["correct"] / count, "longest": sums["max_length"]},

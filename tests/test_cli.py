@@ -435,6 +435,7 @@ def picked_fields(tree: ast.AST) -> set[str]:
         "common.runs",
         "common.generation",
         "common.hub",
+        "common.tokens",
     ]
     modules.append("step3_rlhf.ppo_trainer")
     found = {}

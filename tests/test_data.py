@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import chat_format, data
+from common import batches, chat_format, data, examples
 from common.errors import UserError
 
 
@@ -212,12 +212,12 @@ def test_sft_rows_are_cut_counted_or_set_aside():
         {"messages": user("a") + answer("b") + user("cdefg") + answer("h")},  # cut in the second prompt
         {"messages": user("abcd") + answer("x</s>")},
     ]
-    examples, report = data.tokenise_sft(tokenizer(), rows, max_length=6)
-    assert examples == [
-        data.SFTExample(spell("abcd", bos=True, end=True), [False] * 3 + [True] * 3),
-        data.SFTExample(spell("abcde", bos=True), [False] * 3 + [True] * 3),
+    kept, report = examples.tokenise_sft(tokenizer(), rows, max_length=6)
+    assert kept == [
+        examples.SFTExample(spell("abcd", bos=True, end=True), [False] * 3 + [True] * 3),
+        examples.SFTExample(spell("abcde", bos=True), [False] * 3 + [True] * 3),
         # What is left of the second prompt trains nothing, so it is not computed either.
-        data.SFTExample(spell("ab", bos=True, end=True), [False] * 2 + [True] * 2),
+        examples.SFTExample(spell("ab", bos=True, end=True), [False] * 2 + [True] * 2),
     ]
     assert (report.read, report.kept, report.truncated) == (6, 3, 2)
     assert report.set_aside == {
@@ -240,10 +240,10 @@ def test_sft_rows_lose_their_oldest_turns_where_no_answer_would_be_left():
         {"messages": long + user("abcde") + answer("cd") + user("e")},  # then the answer is cut; "e" is never read
         {"messages": long + user("abcdefg") + answer("h")},
     ]
-    examples, report = data.tokenise_sft(tokenizer(), rows, max_length=7)
-    assert examples == [
-        data.SFTExample(spell("S\u010a\u010aab", bos=True, end=True), [False] * 5 + [True] * 2),
-        data.SFTExample(spell("abcdec", bos=True), [False] * 6 + [True]),
+    found, report = examples.tokenise_sft(tokenizer(), rows, max_length=7)
+    assert found == [
+        examples.SFTExample(spell("S\u010a\u010aab", bos=True, end=True), [False] * 5 + [True] * 2),
+        examples.SFTExample(spell("abcdec", bos=True), [False] * 6 + [True]),
     ]
     assert str(report) == (
         "sft data: 3 rows read, 2 kept; 1 of them with an answer cut at the limit; 2 of them without their oldest "
@@ -258,10 +258,10 @@ def test_conversations_with_earlier_answers_not_trained_are_counted():
         "{% endif %}{% endfor %}"
     )
     rows = [{"messages": user("a") + answer("b") + user("c") + answer("d")}, {"messages": user("a") + answer("b")}]
-    examples, report = data.tokenise_sft(tok, rows, 100)
-    assert examples[0].mask == [False] * 3 + [True] * 2
+    kept, report = examples.tokenise_sft(tok, rows, 100)
+    assert kept[0].mask == [False] * 3 + [True] * 2
     assert report.partly_trained == 1 and "1 of them with earlier answers not trained" in str(report)
-    assert data.tokenise_sft(tokenizer(), rows, 100)[1].partly_trained == 0
+    assert examples.tokenise_sft(tokenizer(), rows, 100)[1].partly_trained == 0
 
 
 def test_pairs_are_cut_counted_or_set_aside():
@@ -278,11 +278,11 @@ def test_pairs_are_cut_counted_or_set_aside():
         {"prompt": "ab", "chosen": answer("x"), "rejected": answer("y")},
         {"prompt": user("ab"), "chosen": [], "rejected": answer("y")},
     ]
-    examples, report = data.tokenise_pairs(tokenizer(), rows, max_length=6)
-    assert examples == [
-        data.PairExample(spell("ab", bos=True), spell("c", end=True), spell("d", end=True), 2.0),
-        data.PairExample(spell("ab", bos=True), spell("cde"), spell("d", end=True), None),
-        data.PairExample(spell("e", bos=True), spell("x", end=True), spell("y", end=True), None),
+    kept, report = examples.tokenise_pairs(tokenizer(), rows, max_length=6)
+    assert kept == [
+        examples.PairExample(spell("ab", bos=True), spell("c", end=True), spell("d", end=True), 2.0),
+        examples.PairExample(spell("ab", bos=True), spell("cde"), spell("d", end=True), None),
+        examples.PairExample(spell("e", bos=True), spell("x", end=True), spell("y", end=True), None),
     ]
     assert (report.read, report.kept, report.truncated, report.shortened) == (8, 3, 1, 1)
     assert report.set_aside == {
@@ -297,42 +297,42 @@ def test_pairs_are_cut_counted_or_set_aside():
 
 def test_pairs_with_a_limit_of_their_own_on_prompts():
     row = {"prompt": user("abcd"), "chosen": answer("x"), "rejected": answer("y")}
-    assert data.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=5)[1].kept == 1
-    with pytest.raises(UserError, match="prompt over 4 tokens"):
-        data.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=4)
+    assert examples.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=5)[1].kept == 1
+    aside = examples.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=4)[1].set_aside
+    assert aside == {"prompt over 4 tokens even without its older turns": 1}
 
 
 def test_prompts_are_shortened_or_set_aside_and_keep_their_columns():
     long = user("abc") + answer("d") + user("e")
     rows = [{"prompt": user("abc"), "answer": 7, "x": None}, {"prompt": long, "answer": 8}, {"prompt": user("abcd")}]
-    examples, report = data.tokenise_prompts(tokenizer(), rows, max_prompt_length=4)
-    assert examples == [
-        data.PromptExample(spell("abc", bos=True), {"prompt": user("abc"), "answer": 7, "x": None}),
-        data.PromptExample(spell("e", bos=True), {"prompt": user("e"), "answer": 8}),
+    kept, report = examples.tokenise_prompts(tokenizer(), rows, max_prompt_length=4)
+    assert kept == [
+        examples.PromptExample(spell("abc", bos=True), {"prompt": user("abc"), "answer": 7, "x": None}),
+        examples.PromptExample(spell("e", bos=True), {"prompt": user("e"), "answer": 8}),
     ]
     assert rows[1]["prompt"] == long
     assert str(report) == (
         "prompts: 3 rows read, 2 kept; 1 of them without their oldest turns; "
         "1 set aside: over --max_prompt_length 4 even without its older turns (first row 2)"
     )
-    answered, report = data.tokenise_prompts(tokenizer(), [{"prompt": user("a") + answer("b")}, *rows], 100)
+    answered, report = examples.tokenise_prompts(tokenizer(), [{"prompt": user("a") + answer("b")}, *rows], 100)
     assert len(answered) == 3 and report.set_aside == {"the prompt ends with an answer": 1}
 
 
 @pytest.mark.parametrize("tokenise, rows, message", [
-    (data.tokenise_sft, [], "sft data: none of 0 rows can be used; the file is empty"),
-    (data.tokenise_sft, [{"messages": user("ab") + answer("c")}] * 2,
+    (examples.tokenise_sft, [], "sft data: none of 0 rows can be used; the file is empty"),
+    (examples.tokenise_sft, [{"messages": user("ab") + answer("c")}] * 2,
      "sft data: none of 2 rows can be used; "
      "2 set aside: no answer begins within --max_length 3 (first row 0, 5 tokens)"),
-    (data.tokenise_pairs, [{"prompt": user("a"), "chosen": answer("b"), "rejected": answer("b")}],
+    (examples.tokenise_pairs, [{"prompt": user("a"), "chosen": answer("b"), "rejected": answer("b")}],
      "preference data: none of 1 rows can be used; 1 set aside: chosen and rejected are equal (first row 0)"),
-    (data.tokenise_prompts, [{"prompt": user("abc")}],
+    (examples.tokenise_prompts, [{"prompt": user("abc")}],
      "prompts: none of 1 rows can be used; "
      "1 set aside: over --max_prompt_length 3 even without its older turns (first row 0)"),
 ])  # fmt: skip
 def test_nothing_left_is_an_error_with_the_reasons(tokenise, rows, message):
     with pytest.raises(UserError) as caught:
-        tokenise(tokenizer(), rows, 3)
+        tokenise(tokenizer(), rows, 3)[1].require_rows()
     assert str(caught.value) == message
 
 
@@ -343,11 +343,11 @@ def test_nothing_left_is_an_error_with_the_reasons(tokenise, rows, message):
     "n, batch_size, epochs", [(10, 4, 2), (10, 5, 3), (3, 7, 4), (1, 1, 2), (7, 3, 1), (5, 2, 0.5)]
 )
 def test_steps_go_through_every_epoch_once(n, batch_size, epochs):
-    steps = data.num_steps(n, batch_size, epochs)
-    batches = [data.step_rows(s, batch_size, n, seed=3, epochs=epochs) for s in range(steps)]
-    assert all(len(b) == batch_size for b in batches[:-1]) and 0 < len(batches[-1]) <= batch_size
-    assert data.step_rows(steps, batch_size, n, seed=3, epochs=epochs) == []
-    stream = list(itertools.chain(*batches))
+    steps = batches.num_steps(n, batch_size, epochs)
+    found = [batches.step_rows(s, batch_size, n, seed=3, epochs=epochs) for s in range(steps)]
+    assert all(len(b) == batch_size for b in found[:-1]) and 0 < len(found[-1]) <= batch_size
+    assert batches.step_rows(steps, batch_size, n, seed=3, epochs=epochs) == []
+    stream = list(itertools.chain(*found))
     assert len(stream) == round(n * epochs)
     for start in range(0, len(stream), n):
         epoch = stream[start : start + n]
@@ -355,28 +355,29 @@ def test_steps_go_through_every_epoch_once(n, batch_size, epochs):
 
 
 def test_num_steps_by_hand():
-    assert [data.num_steps(n, b, e) for n, b, e in [(10, 4, 2), (10, 5, 2), (3, 64, 1), (10, 4, 0.01)]] == [5, 4, 1, 1]
+    cases = [(10, 4, 2), (10, 5, 2), (3, 64, 1), (10, 4, 0.01)]
+    assert [batches.num_steps(*case) for case in cases] == [5, 4, 1, 1]
 
 
 def test_order_depends_on_seed_and_epoch_alone():
-    first, second = (data.step_rows(s, 50, 50, seed=0) for s in range(2))
+    first, second = (batches.step_rows(s, 50, 50, seed=0) for s in range(2))
     assert first != sorted(first) and first != second
-    assert data.step_rows(0, 50, 50, seed=1) != first
+    assert batches.step_rows(0, 50, 50, seed=1) != first
     # Batches of any size are slices of one sequence, in whatever order they are asked for.
     sequence = first + second
     for size in (1, 3, 7, 64):
         for step in reversed(range(100 // size)):
-            assert data.step_rows(step, size, 50, seed=0) == sequence[step * size : (step + 1) * size]
+            assert batches.step_rows(step, size, 50, seed=0) == sequence[step * size : (step + 1) * size]
 
 
 def test_order_is_the_same_in_every_version():
     # Written down once: a change would silently break exact resumption.
-    assert data.step_rows(0, 10, 10, seed=0) == [4, 3, 8, 0, 5, 9, 6, 7, 1, 2]
-    assert data.step_rows(3, 5, 10, seed=42) == [9, 5, 0, 4, 8]
+    assert batches.step_rows(0, 10, 10, seed=0) == [4, 3, 8, 0, 5, 9, 6, 7, 1, 2]
+    assert batches.step_rows(3, 5, 10, seed=42) == [9, 5, 0, 4, 8]
 
 
 def test_every_row_is_equally_likely_to_come_first():
-    counts = collections.Counter(data.step_rows(0, 1, 5, seed)[0] for seed in range(1000))
+    counts = collections.Counter(batches.step_rows(0, 1, 5, seed)[0] for seed in range(1000))
     assert set(counts) == set(range(5)) and all(150 < c < 250 for c in counts.values())  # 200, sigma 12.6
 
 
@@ -388,7 +389,7 @@ def test_every_row_is_equally_likely_to_come_first():
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 31])
 def test_ranks_get_all_rows_in_equally_many_micro_batches(world, micro_size, count):
     rows = [100 + i for i in range(count)]
-    shares = [data.rank_micro_batches(rows, rank, world, micro_size) for rank in range(world)]
+    shares = [batches.rank_micro_batches(rows, rank, world, micro_size) for rank in range(world)]
     assert len({len(share) for share in shares}) == 1
     # No more forwards than are needed, none larger than asked for.
     slots = 0
@@ -402,10 +403,57 @@ def test_ranks_get_all_rows_in_equally_many_micro_batches(world, micro_size, cou
 
 
 def test_dealing_by_hand():
-    assert [data.rank_micro_batches(list("abcdefg"), rank, 3, 2) for rank in range(3)] == [
+    assert [batches.rank_micro_batches(list("abcdefg"), rank, 3, 2) for rank in range(3)] == [
         [["a", "d"], ["g"]],
         [["b", "e"], []],
         [["c", "f"], []],
+    ]
+
+
+# ---- micro-batches by tokens
+
+
+def padded(lengths):
+    return lambda rows: len(rows) * max(lengths[row] for row in rows)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    world=st.integers(1, 4),
+    most=st.integers(1, 100),
+    per_row=st.integers(1, 2),
+)
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_micro_batches_by_tokens_hold_every_row_once_within_the_budget(lengths, world, most, per_row):
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__)
+    shares = [
+        batches.pack_micro_batches(rows, rank, world, lambda group: per_row * padded(lengths)(group), most)
+        for rank in range(world)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(row for share in shares for batch in share for row in batch) == list(range(len(lengths)))
+    for batch in itertools.chain(*shares):
+        assert len(batch) <= 1 or len(batch) * max(lengths[row] for row in batch) * per_row <= most
+    # A forward of weight zero only where there are not rows enough, and never in all ranks at once.
+    for slot in zip(*shares, strict=True):
+        assert any(slot)
+    if any([] in share for share in shares):
+        assert all(len(batch) <= 1 for share in shares for batch in share)
+
+
+def test_micro_batches_by_tokens_by_hand():
+    lengths = {"a": 2, "b": 2, "c": 3, "d": 4, "e": 9, "f": 10, "g": 25}
+    pack = lambda rank, world, most: batches.pack_micro_batches(list("abcdefg"), rank, world, padded(lengths), most)  # noqa: E731
+    # g is over the budget alone; e and f make 20; a to d make 4 x 4.
+    assert pack(0, 1, 20) == [list("abcd"), list("ef"), ["g"]]
+    assert pack(0, 1, 1000) == [list("abcdefg")] and pack(0, 1, 1) == [[row] for row in "abcdefg"]
+    # Three groups on two ranks: the largest that can be is halved, and like sizes run at the same time.
+    assert [pack(rank, 2, 20) for rank in (0, 1)] == [[["e"], list("abcd")], [["f"], ["g"]]]
+    # More ranks than rows: rows of weight zero.
+    assert [batches.pack_micro_batches(["a", "g"], rank, 3, padded(lengths), 9) for rank in range(3)] == [
+        [["a"]],
+        [["g"]],
+        [[]],
     ]
 
 
@@ -413,19 +461,19 @@ def test_dealing_by_hand():
 
 
 def test_padding_by_hand():
-    ids, mask = data.pad_left([[5, 6], [7], []], 9)
+    ids, mask = batches.pad_left([[5, 6], [7], []], 9)
     assert ids.tolist() == [[5, 6], [9, 7], [9, 9]] and ids.dtype == torch.long
     assert mask.tolist() == [[True, True], [False, True], [False, False]] and mask.dtype == torch.bool
-    ids, mask = data.pad_right([[5, 6], [7], []], 9)
+    ids, mask = batches.pad_right([[5, 6], [7], []], 9)
     assert ids.tolist() == [[5, 6], [7, 9], [9, 9]]
     assert mask.tolist() == [[True, True], [True, False], [False, False]]
-    assert data.pad_left([[]], 9)[0].shape == (1, 0)
+    assert batches.pad_left([[]], 9)[0].shape == (1, 0)
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=5), pad_id=st.integers(0, 3))
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_masks_come_from_lengths_whatever_the_pad_id(rows, pad_id):
-    for pad in (data.pad_left, data.pad_right):
+    for pad in (batches.pad_left, batches.pad_right):
         ids, mask = pad(rows, pad_id)
         assert ids.shape[1] == max(map(len, rows))
         assert [i[m].tolist() for i, m in zip(ids, mask, strict=True)] == rows
@@ -433,8 +481,11 @@ def test_masks_come_from_lengths_whatever_the_pad_id(rows, pad_id):
 
 
 def test_collate_sft_by_hand():
-    batch = data.collate_sft(
-        [data.SFTExample([0, 5, 6, 1], [False, False, True, True]), data.SFTExample([0, 7, 1], [False, True, True])],
+    batch = batches.collate_sft(
+        [
+            examples.SFTExample([0, 5, 6, 1], [False, False, True, True]),
+            examples.SFTExample([0, 7, 1], [False, True, True]),
+        ],
         pad_id=1,  # the same as the turn end: labels and mask must not care
     )
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
@@ -445,19 +496,19 @@ def test_collate_sft_by_hand():
 
 
 def test_a_filler_row_has_real_tokens_and_no_labels():
-    filler = data.SFTExample([0, 5, 1], [False, True, True])
-    batch = data.collate_sft([], 9, filler)
+    filler = examples.SFTExample([0, 5, 1], [False, True, True])
+    batch = batches.collate_sft([], 9, filler)
     assert batch["input_ids"].tolist() == [[0, 5, 1]] and batch["attention_mask"].all()
     assert batch["labels"].tolist() == [[-100] * 3]
     # With real rows the filler is not used.
-    assert data.collate_sft([filler], 9, filler)["labels"].tolist() == [[-100, 5, 1]]
+    assert batches.collate_sft([filler], 9, filler)["labels"].tolist() == [[-100, 5, 1]]
     with pytest.raises(AssertionError):
-        data.collate_sft([], 9)
+        batches.collate_sft([], 9)
 
 
 def test_collate_pairs_by_hand():
-    pairs = [data.PairExample([0, 5], [6, 7, 1], [8, 1], 0.5), data.PairExample([0], [1], [9, 9, 9])]
-    batch = data.collate_pairs(pairs, pad_id=1)
+    pairs = [examples.PairExample([0, 5], [6, 7, 1], [8, 1], 0.5), examples.PairExample([0], [1], [9, 9, 9])]
+    batch = batches.collate_pairs(pairs, pad_id=1)
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[0, 5, 6, 7, 1], [0, 1, 1, 1, 1], [0, 5, 8, 1, 1], [0, 9, 9, 9, 1]],
         "attention_mask": [[True] * 5, [True] * 2 + [False] * 3, [True] * 4 + [False], [True] * 4 + [False]],
@@ -465,11 +516,11 @@ def test_collate_pairs_by_hand():
         "margin": [0.5, 0.0],
         "weight": [1.0, 1.0],
     }
-    filler = data.collate_pairs([], 1, pairs[0])
+    filler = batches.collate_pairs([], 1, pairs[0])
     assert filler["weight"].tolist() == [0.0] and filler["input_ids"].tolist() == [[0, 5, 6, 7, 1], [0, 5, 8, 1, 1]]
     assert filler["last"].tolist() == [4, 3]
     with pytest.raises(AssertionError):
-        data.collate_pairs([], 1)
+        batches.collate_pairs([], 1)
 
 
 # ---- public data, where there is any
@@ -483,10 +534,10 @@ def test_alpaca_rows_are_all_accounted_for(max_length):
     folder = Path(os.environ["RLHF_TEST_DATA"])
     source = json.loads((folder / "alpaca_en_demo.json").read_text(encoding="utf-8"))[:300]
     rows = [{"messages": user(r["instruction"] + r["input"]) + answer(r["output"])} for r in source]
-    examples, report = data.tokenise_sft(tok, rows, max_length)
-    assert report.kept + sum(report.set_aside.values()) == report.read == 300 and report.kept == len(examples)
+    kept, report = examples.tokenise_sft(tok, rows, max_length)
+    assert report.kept + sum(report.set_aside.values()) == report.read == 300 and report.kept == len(kept)
     end = chat_format.turn_end_id(tok)
-    whole = [e for e in examples if e.ids[-1] == end]
-    assert len(examples) - len(whole) == report.truncated
-    assert all(len(e.ids) == max_length for e in examples if e.ids[-1] != end)
-    assert all(len(e.ids) <= max_length and any(e.mask) for e in examples)
+    whole = [e for e in kept if e.ids[-1] == end]
+    assert len(kept) - len(whole) == report.truncated
+    assert all(len(e.ids) == max_length for e in kept if e.ids[-1] != end)
+    assert all(len(e.ids) <= max_length and any(e.mask) for e in kept)

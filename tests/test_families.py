@@ -26,10 +26,11 @@ from small_runs import answer, call, mistake, write_data
 from test_docs import section, tables
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common import chat_format, data, hybrid_engine, models, tokenizer
-from common.data import pad_left
+from common import chat_format, hybrid_engine, models, tokenizer
+from common.batches import collate_sft, pad_left
 from common.engine import FrozenModel
 from common.errors import UserError
+from common.examples import tokenise_sft
 from common.generation import SamplingParams, generate
 from common.metrics import read_jsonl
 from common.models import LanguageModel, load_causal_lm, load_scalar_model
@@ -191,7 +192,7 @@ def test_each_answer_trains_one_stop_token_and_padding_none(name, run):
     stop = text.tokenizer.convert_tokens_to_ids(FAMILIES[name].stop)
     assert text.stop_ids[0] == stop and text.pad_id not in text.stop_ids
     rows = [{"messages": messages} for messages in [*CONVERSATIONS, TWO_TURNS]]
-    batch = data.collate_sft(data.tokenise_sft(text.tokenizer, rows, 500)[0], text.pad_id)
+    batch = collate_sft(tokenise_sft(text.tokenizer, rows, 500)[0], text.pad_id)
     stops = (batch["labels"] == stop).sum(1).tolist()
     assert stops == [1, 1, 1, 1, 1, 1 if name == "qwen3" else 2]
     last = batch["attention_mask"].sum(1) - 1

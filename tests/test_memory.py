@@ -19,7 +19,7 @@ from tensor_bytes import Meter, alive
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config
 
 from common import engine, generation, hybrid_engine, memory, models
-from common.data import PromptExample
+from common.examples import PromptExample
 from common.memory import How, Shape
 from common.models import LanguageModel, ScalarModel
 from scripts.model_sizes import read_shape
@@ -115,7 +115,9 @@ def test_the_rl_step_by_hand():
     """One layer of everything, fp32, two rows of 3 + 5 tokens: small enough to add up on paper."""
     tiny = Shape(1000, 100, 1, 10, 20, 2, 1, 5, 50)
     how, ref = (How(4, stage, ranks=2, ranks_per_node=2, checkpointing=True) for stage in (3, 0))
-    items = memory.ppo(tiny, tiny, tiny, [tiny], how, how, ref, decode_rows=2, micro_rows=1, prompt=3, response=5)
+    items = memory.ppo(
+        tiny, tiny, tiny, [tiny], how, how, ref, decode_rows=2, micro_rows=1, logit_rows=1, prompt=3, response=5
+    )
     phases = memory.phases(items)
     table = {
         name: dict(zip(phases, sizes, strict=True)) for name, sizes in memory.by_item(items, "gpu", phases).items()
@@ -402,7 +404,7 @@ def test_an_rl_step_takes_at_most_what_is_said_and_little_less(dtype, stage, tmp
     how = How(2 if dtype == "bf16" else 4, stage, checkpointing=True)
     items = memory.ppo(
         count, scalar, count, [scalar], how, how, how,
-        decode_rows=rows, micro_rows=micro, prompt=prompt, response=response,
+        decode_rows=rows, micro_rows=micro, logit_rows=micro, prompt=prompt, response=response,
     )  # fmt: skip
     said = {phase: memory.held(items, "gpu", phase) for phase in memory.phases(items)}
     said |= {name: max(said[name], said[f"{name} update"]) for name in ("actor", "critic")}

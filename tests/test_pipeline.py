@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from small_models import save_gpt2
 
 from common import chat_format, checkpoint, models
-from common.data import pad_left
+from common.batches import pad_left
 from common.metrics import read_jsonl
 
 pytestmark = pytest.mark.slow

@@ -123,6 +123,16 @@ def planned(words, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(8192, 8), (1, 1), (10**9, 16)])
+def test_micro_batches_by_tokens_are_planned_as_rows_of_full_length(bases, tmp_path, capsys, tokens, rows):
+    """At 1024 tokens a row; a row that alone has more is a forward of its own, and a step of 16 rows has no more."""
+    line = f"step1_sft/train.py --model {bases[1]} --data {tmp_path} --output_dir {tmp_path}/o --max_length 1024"
+    steps = f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {16 // rows}".split()
+    one = ["--num_gpus", "1", "--gpu_gb", "900", "--host_gb", "900", "--", *line.split()]
+    seen = planned([*one, *steps, "--max_tokens_per_micro_batch", str(tokens)], capsys)
+    assert seen["stages"] == planned([*one, *steps], capsys)["stages"]
+
+
 def test_a_recipe_is_planned_before_any_of_it_is_there(bases, tmp_path, capsys):
     seen = planned([*MACHINE, *recipe(bases, tmp_path)], capsys)
     assert list(seen["stages"]) == ["sft", "reward", "rlhf", "evaluation"] and seen["does_not_fit"] == []

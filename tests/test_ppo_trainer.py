@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from common import engine, generation, hybrid_engine
-from common.data import PromptExample
 from common.errors import RunFailed
+from common.examples import PromptExample
 from common.models import LanguageModel, ScalarModel
 from step3_rlhf import experience as exp
 from step3_rlhf import ppo_metrics, ppo_trainer, rewards
@@ -363,6 +363,24 @@ def test_micro_batch_sizes_change_nothing(train, forward):
     whole = dataclasses.replace(ppo, per_device_train_batch_size=5, rollout_forward_batch_size=5)
     cut = dataclasses.replace(ppo, per_device_train_batch_size=train, rollout_forward_batch_size=forward)
     assert_same(outcome(trainer_of(whole), steps=2), outcome(trainer_of(cut), steps=2))
+
+
+@pytest.mark.parametrize(("most", "forwards"), [(1, [1, 1, 1]), (16, [2, 1]), (1000, [3])])
+def test_micro_batches_by_tokens_change_nothing(most, forwards):
+    ppo = dataclasses.replace(BASE, minibatch_size=3, kl_loss_coef=0.2, entropy_coef=0.1)
+    plain, by_tokens = trainer_of(ppo), trainer_of(dataclasses.replace(ppo, max_tokens_per_micro_batch=most))
+    expected, seen = plain.step(1, prompts_of())[0], []
+    train_step = by_tokens.actor.train_step
+    by_tokens.actor.train_step = lambda batches, *rest: seen.append(batches) or train_step(batches, *rest)
+    found = by_tokens.step(1, prompts_of())[0]
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        {name: float(value) for name, value in expected.items()}, rel=2e-5, abs=2e-6
+    )
+    for name, value in plain.actor.state().items():
+        torch.testing.assert_close(by_tokens.actor.state()[name], value, atol=1e-5, rtol=0, msg=name)
+    for batches in seen:
+        assert all(batch.ids.numel() <= most or len(batch.ids) == 1 for batch in batches)
+    assert any(sorted((len(batch.ids) for batch in batches), reverse=True) == forwards for batches in seen)
 
 
 def test_permuting_the_prompts_permutes_the_samples_and_changes_nothing_else():

@@ -11,7 +11,7 @@ from small_tokenizers import characters, qwen_like
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from common import chat_format, functions
-from common.data import pad_left, pad_right
+from common.batches import pad_left, pad_right
 from common.engine import FrozenModel
 from common.errors import RunFailed, UserError
 from common.generation import Rollout

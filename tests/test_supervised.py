@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import data, engine, supervised
-from common.data import SFTExample
+from common import engine, supervised
+from common.batches import collate_sft, step_rows
+from common.examples import SFTExample
 from common.models import LanguageModel
 from step1_sft.loss import sft_loss
 
@@ -61,7 +62,7 @@ def run(batches=BATCHES, held_out=HELD_OUT):
     model = engine.TrainedModel(load, OPTIM, options, batches.steps(len(TRAIN)), device)
     task = supervised.Task(
         length=lambda example: len(example.ids),
-        collate=lambda examples, filler: data.collate_sft(examples, PAD, filler),
+        collate=lambda examples, filler: collate_sft(examples, PAD, filler),
         loss=lambda batch: sft_loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"]),
         count=lambda examples: sum(sum(example.mask[1:]) for example in examples),
         figures=lambda sums, count: {"accuracy": sums["correct"] / count},
@@ -90,7 +91,7 @@ def test_the_loop_equals_a_plain_float64_one():
     assert sorted(rows) == [1, 2, 3, 4, 5]  # 1.6 x 11 rows are 18, 4 to a step
     seen = 0
     for step in range(5):
-        chosen = [TRAIN[row] for row in data.step_rows(step, 4, 11, 3, 1.6)]
+        chosen = [TRAIN[row] for row in step_rows(step, 4, 11, 3, 1.6)]
         loss, accuracy = loss_of(plain, chosen)
         optimizer.zero_grad()
         loss.backward()
@@ -126,6 +127,37 @@ def test_how_a_step_is_cut_changes_nothing(size, accumulation):
     for step, row in rows.items():
         for name, value in row.items():
             assert other[step][name] == pytest.approx(value, abs=2e-6, rel=2e-6), (step, name)
+
+
+@pytest.mark.parametrize("most", [5, 14, 1000])
+def test_micro_batches_by_tokens_change_no_result(most, monkeypatch):
+    seen = []
+    pack = supervised.pack_micro_batches
+    monkeypatch.setattr(supervised, "pack_micro_batches", lambda *args: seen.append(pack(*args)) or seen[-1])
+    plain = run()
+    assert not seen
+    by_tokens = run(dataclasses.replace(BATCHES, max_tokens_per_micro_batch=most))
+    for step, row in plain[0].items():
+        for name, value in row.items():
+            assert by_tokens[0][step][name] == pytest.approx(value, abs=2e-6, rel=2e-6), (step, name)
+    for name, value in plain[3].state().items():
+        torch.testing.assert_close(by_tokens[3].state()[name], value, atol=1e-5, rtol=0, msg=name)
+    # Of a step of four rows: 5 tokens are a row each, 1000 all at once.
+    forwards = {len(dealt) for dealt in seen if sum(map(len, dealt)) == 4}
+    assert forwards == {5: {4}, 1000: {1}}.get(most, forwards) and forwards
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, [[3], [0, 1, 2]]), (2, [[0], [1, 2], [3]])])
+def test_the_budget_counts_padding_and_every_row_of_an_example(rows, expected):
+    lengths = {
+        0: 3,
+        1: 4,
+        2: 4,
+        3: 9,
+    }  # 16 tokens: 3 rows padded to 4; 0 to 2 and 3 would be 4 x 9; of pairs twice that
+    task = supervised.Task(lambda length: length, lambda *_: {}, lambda _: None, len, dict, rows)
+    batches = dataclasses.replace(BATCHES, max_tokens_per_micro_batch=16)
+    assert supervised._micro_batches([3, 1, 0, 2], lengths, task, batches, torch.device("cpu"))[1] == expected
 
 
 def test_max_steps_decides_and_rows_go_round():
