@@ -151,12 +151,13 @@ def _json(path: Path, file: BinaryIO, head: bytes) -> Iterator[Row]:
         if error.msg == "Extra data" and start.startswith(b"{"):
             yield from _lines(path, io.BytesIO(content))
             return
+        why = _ENDS if error.pos >= len(error.doc.rstrip()) else error.msg
         where = f"{path} line {error.lineno} column {error.colno}"
-        raise UserError(f"{where}: broken JSON ({error.msg}); mend the file there") from error
+        raise UserError(f"{where}: broken JSON ({why}); mend the file there") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: broken JSON ({error})") from error
     if not isinstance(data, dict):
-        raise UserError(f"{path}: holds a {type(data).__name__}, wanted a list of rows")
+        raise UserError(f"{path}: holds one {type(data).__name__}, wanted a list of rows")
     rows = _rows_inside(data)
     for number, value in enumerate([data] if rows is None else rows, 1):
         yield Row(f"{path} row {number}", value)
@@ -207,7 +208,8 @@ class _Window:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.at)
-                if end < len(self.text) or self.is_whole:  # else a number may go on in the next chunk
+                # What looks like a number may go on in the next chunk: 1 of 12, 1.5, 1e3.
+                if self.is_whole or (end < len(self.text) and self.text[end] not in "0123456789.eE+-"):
                     begin, self.at = self.at, end
                     return value, self.text[begin:end]
             except ValueError:
@@ -243,10 +245,13 @@ def _list(path: Path, file: BinaryIO) -> Iterator[Row]:
         raise _broken(path, window, window.at, "Extra data")
 
 
+_ENDS = "the file ends too early, it was cut off"
+
+
 def _broken(path: Path, window: _Window, at: int, why: str) -> UserError:
     line, column = window.place(at)
     if not window.text.rstrip().endswith("]"):
-        why = "the file ends inside the list, it was cut off"
+        why = _ENDS
     return UserError(f"{path} line {line} column {column}: broken JSON ({why}); mend the file there")
 
 
@@ -265,8 +270,15 @@ def is_unicode(text: str) -> bool:
 
 def _csv(path: Path, file: BinaryIO, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)
-    lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    reader, heading = csv.reader(lines, delimiter=delimiter, strict=True), None
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    line, heading = "", None
+
+    def lines() -> Iterator[str]:
+        nonlocal line
+        for line in text:  # noqa: UP028  a broken row is shown by it
+            yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
         begin = reader.line_num + 1
         try:
@@ -277,7 +289,8 @@ def _csv(path: Path, file: BinaryIO, delimiter: str) -> Iterator[Row]:
             if heading is None or reader.line_num > begin:  # where the next row begins is not known
                 raise UserError(f"{path} line {reader.line_num}: broken CSV ({error}); mend it") from error
             bad = BadRow(f"broken CSV ({error})", "double the quotes inside a quoted cell")
-            yield Row(f"{path} line {begin}", bad)
+            raw = line.rstrip("\r\n")
+            yield Row(f"{path} line {begin}", bad, raw if is_unicode(raw) else raw.encode("utf-8", "surrogateescape"))
             continue
         if cells is None:
             return
@@ -312,7 +325,7 @@ def _parquet(path: Path, file: BinaryIO) -> Iterator[Row]:
         source = pa.BufferReader(file.read()) if path.suffix == ".gz" else file
         yield from table_rows(str(path), pq.ParquetFile(source).iter_batches(_BATCH))
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({' '.join(str(error).split())[:120]})") from error
+        raise _unreadable(path, "parquet", error) from error
 
 
 def _arrow(path: Path, file: BinaryIO) -> Iterator[Row]:
@@ -327,7 +340,11 @@ def _arrow(path: Path, file: BinaryIO) -> Iterator[Row]:
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
         yield from table_rows(str(path), batches)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable arrow file ({' '.join(str(error).split())[:120]})") from error
+        raise _unreadable(path, "arrow", error) from error
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> UserError:
+    return UserError(f"{path}: not a readable {kind} file ({' '.join(str(error).split())[:120]}); get it again")
 
 
 def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
@@ -339,14 +356,18 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
             try:
                 values = part.to_pylist()
             except UnicodeDecodeError:
-                values = [_table_row(part.slice(i, 1)) for i in range(part.num_rows)]
+                for i in range(part.num_rows):
+                    number += 1
+                    yield Row(f"{place} row {number}", *_table_row(part.slice(i, 1)))
+                continue
             for value in values:
                 number += 1
                 yield Row(f"{place} row {number}", value)
 
 
-def _table_row(row):
+def _table_row(row) -> tuple[object, bytes | None]:
+    """A row, or what is wrong with it and the cell."""
     try:
-        return row.to_pylist()[0]
+        return row.to_pylist()[0], None
     except UnicodeDecodeError as error:
-        return _undecodable(error.object)
+        return _undecodable(error.object), error.object

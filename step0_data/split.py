@@ -21,7 +21,7 @@ from common.errors import UserError
 from step0_data import formats, sources
 
 SPLIT_STAGES = ("sft", "preference", "prompts")  # the stages that --split speaks of
-_REASON_CHARS, _REASONS = 400, 100  # of a reason, and of different reasons a source
+_REASON_CHARS, _REASONS = 200, 20  # of a reason, and of different reasons a source
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Account:
     duplicates: int = 0
 
     def put_aside(self, reason: str, where: str) -> None:
-        if reason not in self.set_aside and len(self.set_aside) == _REASONS:
+        if reason not in self.set_aside and len(self.set_aside) >= _REASONS:
             reason = "other reasons"  # they quote the rows, and each row says something else
         self.set_aside[reason] += 1
         self.first.setdefault(reason, where)
@@ -109,6 +109,7 @@ def collect(
     drop_duplicates: bool,
     write: Callable[[str, str, dict, int], None],
     reject: Callable[[dict], None],
+    convert: Callable[[object], tuple[formats.Form, formats.Record]] = formats.convert,
 ) -> list[dict]:
     """Reads all sources and hands each row on, as it comes; returns the ledger.
 
@@ -143,12 +144,12 @@ def collect(
             try:
                 if isinstance(row.value, formats.BadRow):
                     raise row.value
-                form, record = formats.convert(row.value)
+                form, record = convert(row.value)
                 key = opening(record)
                 stage = here.stage(form, key)
                 extra = _extra_text(record) if stage == "prompts" else ""
             except formats.BadRow as bad:
-                reason, fix = _one_line(bad.reason), _one_line(bad.fix)
+                reason, fix = _one_line(bad.reason), _one_line(bad.fix, 2000)
                 if not skip_bad:
                     aside = "or set such rows aside with --on_bad_row skip"
                     raise UserError(f"{row.where}: {reason}; {fix}; {aside}") from bad
@@ -230,10 +231,10 @@ def _extra_text(record: formats.Record) -> str:
     return text
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, limit: int = _REASON_CHARS) -> str:
     """A reason that may quote the row, fit for a line: no line breaks, nothing that is no character, not too long."""
-    text = " ".join(text[:2000].encode("utf-8", "backslashreplace").decode().split())
-    return text if len(text) <= _REASON_CHARS else text[:_REASON_CHARS] + "..."
+    text = " ".join(text[: 2 * limit].encode("utf-8", "backslashreplace").decode().split())
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def opening(record: formats.Record) -> str:

@@ -12,8 +12,8 @@ from step0_data.files import is_unicode
 from step0_data.formats import STAGES
 
 FIRST_ROWS = 3  # of each file that are remembered, for preview.md
-_BATCH_ROWS, _BATCH_CHARS = 1000, 4 << 20  # rows of a part that are Python objects at a time
-_GROUP_BYTES = 32 << 20  # of a row group of parquet
+_BATCH_ROWS, _BATCH_CHARS = 1000, 2 << 20  # rows of a part that are Python objects at a time
+_GROUP_BYTES = 16 << 20  # of a row group of parquet
 CONVERSATION = {  # columns that are lists of messages
     "sft": {"messages"},
     "preference": {"prompt", "chosen", "rejected"},
