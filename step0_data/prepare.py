@@ -27,8 +27,10 @@ def parse_args(argv=None):
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
     group.add_argument("--dataset", nargs="+", default=None, metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT]); each may end in a weight: @0.3 keeps that share of its prompts, @2 writes its training rows twice; default: tiny")
-    for stage, words in _OWN.items():
-        group.add_argument(f"--{stage}_dataset", nargs="+", default=None, metavar="SOURCE", help=f"sources for {words} only, beside --dataset or in its place")
+    group.add_argument("--sft_dataset", nargs="+", default=[], metavar="SOURCE", help="sources for step 1 only, beside --dataset or in its place")
+    group.add_argument("--preference_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 2")
+    group.add_argument("--prompts_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 3")
+    group.add_argument("--pretrain_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for pretraining text")
     group.add_argument("--data_dir", default=None, metavar="FOLDER", help="a folder inside the source, such as harmless-base of Anthropic/hh-rlhf; default: all of it")
     group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source, of its train and its test part each (tiny: of each file written); 0: all")
     group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or count it and set it aside in rejected.jsonl")
@@ -45,17 +47,20 @@ def parse_args(argv=None):
     # fmt: on
     args = parser.parse_args(argv)
     if args.dataset is None:
-        args.dataset = [] if any(getattr(args, f"{stage}_dataset") for stage in _OWN) else ["tiny"]
+        args.dataset = [] if any(_own(args).values()) else ["tiny"]
     return args
 
 
-_OWN = {"sft": "step 1", "preference": "step 2", "prompts": "step 3", "pretrain": "pretraining text"}
+def _own(args) -> dict[str, list[str]]:
+    """{stage: sources that feed it only}"""
+    own = args.sft_dataset, args.preference_dataset, args.prompts_dataset, args.pretrain_dataset
+    return dict(zip(formats.STAGES, own, strict=True))
 
 
 def main() -> None:
     args = parse_args()
     is_tiny = args.dataset == ["tiny"]
-    own = {stage: getattr(args, f"{stage}_dataset") for stage in formats.STAGES}
+    own = _own(args)
     if "tiny" in args.dataset and (not is_tiny or args.data_dir or any(own.values())):
         raise UserError(
             "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
@@ -64,7 +69,7 @@ def main() -> None:
     # 1. Look at what is there. The same request on the same files is done already; anything else is not overwritten.
     settings = {k: v for k, v in vars(args).items() if k not in ("output_dir", "overwrite", "config", "local_rank")}
     plans = [] if is_tiny else sources.plan(sources.inside(args.dataset, args.data_dir))
-    plans += [plan for stage, names in own.items() for plan in sources.plan(names or (), stage)]
+    plans += [plan for stage, names in own.items() for plan in sources.plan(names, stage)]
     inputs = split.hash_inputs(plans)
     with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
         if folder.already_done:

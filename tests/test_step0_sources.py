@@ -133,9 +133,8 @@ def test_a_saved_data_set_is_read_in_the_order_of_its_shards_without_its_caches(
 def test_the_splits_of_a_saved_dict_are_a_split(tmp_path):
     import datasets
 
-    parts = {
-        name: datasets.Dataset.from_list([{"prompt": f"{name} {i}"} for i in range(3)]) for name in ("train", "test")
-    }
+    rows = {name: [{"prompt": f"{name} {i}"} for i in range(3)] for name in ("train", "test")}
+    parts = {name: datasets.Dataset.from_list(rows[name]) for name in rows}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     (plan,) = sources.plan([str(tmp_path / "saved")])
     assert [(file.parent.name, part) for file, part in plan.files.items()] == [("test", "eval"), ("train", "train")]
