@@ -81,12 +81,28 @@ def _undecodable(data: bytes) -> BadRow:
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
+class _Twice(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    """An object whose names differ: json would keep the last value of a name, and say nothing."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(next(name for name in found if names.count(name) > 1))
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _lines(path: Path, file: Iterable[bytes]) -> Iterator[Row]:
     """One JSON value a line. Lines end at line feeds only: U+2028 and its kin are legal inside a JSON string."""
-    place, loads = f"{path} line ", json.loads
+    place, decode = f"{path} line ", _DECODER.decode
     for number, line in enumerate(file, 1):
         try:
-            yield Row(place + str(number), loads(line.decode()))
+            yield Row(place + str(number), decode(line.decode()))
         except (ValueError, RecursionError) as error:
             yield from _odd_line(place + str(number), line, error)
 
@@ -105,6 +121,8 @@ def _odd_line(where: str, line: bytes, error: Exception) -> Iterator[Row]:
         return
     if "\0" in text:
         bad = BadRow("holds NUL bytes", "remove them or the line; files end so when the machine goes down")
+    elif isinstance(error, _Twice):
+        bad = BadRow("a name stands twice in one object", f"keep one {str(error)!r}")
     elif isinstance(error, RecursionError):
         bad = BadRow("broken JSON (nested too deeply)", "make it flatter")
     elif not isinstance(error, json.JSONDecodeError):
@@ -143,7 +161,7 @@ def _json(path: Path, file: BinaryIO, head: bytes) -> Iterator[Row]:
     if not content.removeprefix(codecs.BOM_UTF8).strip():
         raise UserError(f"{path}: is empty, wanted a list of rows")
     try:
-        data = json.loads(content.decode("utf-8-sig"))
+        data = _DECODER.decode(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path} line {line}: {_undecodable(content)}") from error
@@ -154,6 +172,8 @@ def _json(path: Path, file: BinaryIO, head: bytes) -> Iterator[Row]:
         why = _ENDS if error.pos >= len(error.doc.rstrip()) else error.msg
         where = f"{path} line {error.lineno} column {error.colno}"
         raise UserError(f"{where}: broken JSON ({why}); mend the file there") from error
+    except _Twice as error:
+        raise UserError(f"{path}: {str(error)!r} stands twice in one object; keep one") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: broken JSON ({error})") from error
     if not isinstance(data, dict):
@@ -212,13 +232,10 @@ class _Window:
                 if self.is_whole or (end < len(self.text) and self.text[end] not in "0123456789.eE+-"):
                     begin, self.at = self.at, end
                     return value, self.text[begin:end]
-            except ValueError:
-                if self.is_whole:
+            except ValueError as error:
+                if self.is_whole or isinstance(error, _Twice):
                     raise
             self.grow()
-
-
-_DECODER = json.JSONDecoder()
 
 
 def _list(path: Path, file: BinaryIO) -> Iterator[Row]:
@@ -235,6 +252,8 @@ def _list(path: Path, file: BinaryIO) -> Iterator[Row]:
             value, text = window.value()
         except json.JSONDecodeError as error:
             raise _broken(path, window, error.pos, error.msg) from error
+        except _Twice as error:
+            raise UserError(f"{path} row {number}: {str(error)!r} stands twice in one object; keep one") from error
         except (ValueError, RecursionError) as error:
             why = "nested too deeply" if isinstance(error, RecursionError) else "a number of thousands of digits"
             raise UserError(f"{path} row {number}: broken JSON ({why}); mend or remove the row") from error
