@@ -11,11 +11,11 @@ from pathlib import Path
 
 from common import checkpoint
 from common.errors import UserError
+from step0_data.spool import CONVERSATION, Spool
 
 FORMAT_VERSION = 1
-_OURS = {"sft", "preference", "prompts", "pretrain", "base_model", "manifest.json", "preview.md"}
-_PREVIEW_ROWS, _PREVIEW_CHARS = 3, 1200
-_CONVERSATION = {"messages", "chosen", "rejected", "prompt"}
+_OURS = {"sft", "preference", "prompts", "pretrain", "base_model", "manifest.json", "preview.md", "rejected.jsonl"}
+_PREVIEW_CHARS = 1200
 
 
 class OutputFolder:
@@ -104,16 +104,16 @@ class OutputFolder:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def write_manifest(self, staging: Path, stages: dict, ledger: list[dict]) -> None:
+    def write_manifest(self, staging: Path, spool: Spool, ledger: list[dict]) -> None:
         """preview.md and manifest.json; the manifest's `hash` is what models record as their data."""
-        checkpoint.atomic_write_text(staging / "preview.md", preview(stages, ledger))
+        checkpoint.atomic_write_text(staging / "preview.md", preview(spool, ledger))
         files = {
             p.relative_to(staging).as_posix(): checkpoint.hash_file(p) for p in sorted(staging.glob("*/*.parquet"))
         }
         manifest = {
             "format_version": FORMAT_VERSION,
             "hash": checkpoint.hash_tree(files),
-            "stages": counts(stages),
+            "stages": spool.counts(),
             "files": files,
             "sources": ledger,
             "seed": self.settings["seed"],
@@ -124,64 +124,13 @@ class OutputFolder:
         checkpoint.atomic_write_text(staging / "manifest.json", text)
 
 
-def counts(stages: dict) -> dict[str, dict[str, int]]:
-    """{stage: {part: rows}} of the stages that have any."""
-    return {
-        stage: {part: len(rows) for part, rows in parts.items()}
-        for stage, parts in stages.items()
-        if any(parts.values())
-    }
-
-
-def write_stages(folder: Path, stages: dict) -> None:
-    """Writes the parquet files; parts without rows get none."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for stage, parts in stages.items():
-        columns = _uniform_columns([row for rows in parts.values() for row in rows])
-        for part, rows in parts.items():
-            if not rows:
-                continue
-            (folder / stage).mkdir(exist_ok=True)
-            table = pa.table(
-                {name: pa.array([cell(row) for row in rows], kind) for name, (kind, cell) in columns.items()}
-            )
-            pq.write_table(table, folder / stage / f"{part}.parquet")
-
-
-def _uniform_columns(rows: list[dict]) -> dict:
-    """{column: (arrow type, how to get its cell from a row)}: train and eval get the same columns and types.
-
-    A column whose values have no common type (a number here, a string there) is kept as JSON text.
-    """
-    import pyarrow as pa
-
-    message = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-    columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        if name in _CONVERSATION:
-            columns[name] = (message, lambda row, name=name: row[name])
-            continue
-        try:
-            kind = pa.array([row.get(name) for row in rows]).type
-            columns[name] = (kind, lambda row, name=name: row.get(name))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-            print(f"note: the column {name!r} mixes kinds of values; it is kept as JSON text")
-            columns[name] = (
-                pa.string(),
-                lambda row, name=name: json.dumps(row.get(name), ensure_ascii=False, default=str),
-            )
-    return columns
-
-
 # What people read ----------------------------------------------------------------------------------------------------
 
 
-def summary(stages: dict, ledger: list[dict]) -> str:
+def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
     """The table of counts and the ledger."""
     lines = [f"{'stage':12}{'train':>8}{'eval':>8}"]
-    for stage, parts in counts(stages).items():
+    for stage, parts in counts.items():
         lines.append(f"{stage:12}{parts['train']:>8}{parts['eval']:>8}")
         if not parts["eval"]:
             lines.append(
@@ -193,9 +142,16 @@ def summary(stages: dict, ledger: list[dict]) -> str:
             )
     for entry in ledger:
         forms = ", ".join(f"{form} {n}" for form, n in entry["forms"].items()) or "no form recognised"
-        lines.append(f"{entry['source']}: {entry['rows']} rows read ({forms}), {sum(entry['used'].values())} used")
+        only = f" for {entry['stage']} only" if entry["stage"] else ""
+        lines.append(
+            f"{entry['source']}{only}: {entry['rows']} rows read ({forms}), {sum(entry['used'].values())} used"
+        )
         for reason, aside in entry["set_aside"].items():
             lines.append(f"  {aside['rows']:>6} set aside: {reason} (first: {aside['first']})")
+        if entry["rejected"]:
+            lines.append(f"  {entry['rejected']:>6} of these are bad rows: see rejected.jsonl")
+        if extra := sum(entry["written"].values()) - sum(entry["used"].values()):
+            lines.append(f"  {extra:>6} written again by the weight @{entry['weight']:g}")
         if entry["duplicates"]:
             lines.append(f"  {entry['duplicates']:>6} repeat an earlier row")
         if entry["own_split"]:
@@ -205,23 +161,23 @@ def summary(stages: dict, ledger: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def preview(stages: dict, ledger: list[dict]) -> str:
+def preview(spool: Spool, ledger: list[dict]) -> str:
     """A page to look at before training: counts, the ledger, a few rows of each file as they will be read."""
-    lines = ["# Prepared data", "", "```", summary(stages, ledger), "```", ""]
-    for stage, parts in stages.items():
-        for part, rows in parts.items():
-            if rows:
-                lines += [f"## {stage}/{part}: {len(rows)} rows", ""]
-            for row in rows[:_PREVIEW_ROWS]:
-                text = "\n".join(_render(name, value) for name, value in row.items())
+    lines = ["# Prepared data", "", "```", summary(spool.counts(), ledger), "```", ""]
+    for stage, parts in spool.counts().items():
+        for part, size in parts.items():
+            if size:
+                lines += [f"## {stage}/{part}: {size} rows", ""]
+            for row in spool.first.get((stage, part), ()):
+                text = "\n".join(_render(name, value, CONVERSATION[stage]) for name, value in row.items())
                 text = text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + f" ... ({len(text)} characters)"
                 fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
                 lines += [fence, text, fence, ""]
     return "\n".join(lines)
 
 
-def _render(name: str, value) -> str:
-    if name in _CONVERSATION:
+def _render(name: str, value, conversations: set[str]) -> str:
+    if name in conversations:
         return "\n".join(f"[{name}] {m['role']}: {m['content']}" for m in value)
     return f"[{name}] {value}"
 

@@ -2,7 +2,7 @@
 
 Reads   --dataset: `tiny` (built in), or local json / jsonl / csv / parquet / arrow files or folders, or hub names.
 Writes  OUTPUT_DIR/{sft,preference,prompts,pretrain}/{train,eval}.parquet (those that have rows), manifest.json,
-        preview.md; for the tiny set also base_model/, an untrained model with its tokenizer.
+        preview.md, rejected.jsonl (bad rows that were skipped); for the tiny set also base_model/, an untrained model with its tokenizer.
 Run     python step0_data/prepare.py --dataset tiny --output_dir data
         python step0_data/prepare.py --dataset pairs.jsonl more.parquet --split 2,4,4 --output_dir data
         python step0_data/prepare.py --dataset Anthropic/hh-rlhf --data_dir harmless-base --output_dir data
@@ -10,6 +10,7 @@ Left out: tokens (each stage owns its tokenizer), near-duplicate search, filters
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import cli  # noqa: E402
 from common.errors import UserError  # noqa: E402
 from step0_data import columns, dataset_info, formats, output, sources, split, toy  # noqa: E402
+from step0_data.spool import Spool, rejected  # noqa: E402
 
 
 def parse_args(argv=None):
@@ -25,13 +27,17 @@ def parse_args(argv=None):
     aliases = {"--dataset_name": "--dataset", "--data_path": "--dataset", "--data": "--dataset", "--data_split": "--split", "--max_samples": "--max_rows"}
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
-    group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT])")
-    group.add_argument("--dataset_info", default=None, metavar="FILE", help="LLaMA-Factory's dataset_info.json: --dataset takes names of its entries too, with their columns")
+    group.add_argument("--dataset", nargs="+", default=None, metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT]); each may end in a weight: @0.3 keeps that share of its prompts, @2 writes its training rows twice; default: tiny")
+    group.add_argument("--sft_dataset", nargs="+", default=[], metavar="SOURCE", help="sources for step 1 only, beside --dataset or in its place")
+    group.add_argument("--preference_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 2")
+    group.add_argument("--prompts_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 3")
+    group.add_argument("--pretrain_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for pretraining text")
+    group.add_argument("--dataset_info", default=None, metavar="FILE", help="LLaMA-Factory's dataset_info.json: sources may be names of its entries too, with their columns")
     group.add_argument("--data_dir", default=None, metavar="FOLDER", help="a folder inside the source, such as harmless-base of Anthropic/hh-rlhf; default: all of it")
     group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source, of its train and its test part each (tiny: of each file written); 0: all")
     group.add_argument("--format", default=None, choices=[form.name for form in formats.FORMS], help="the form of all rows; default: recognised row by row from the columns")
     group.add_argument("--columns", nargs="+", type=_columns, default=None, metavar="OURS=THEIRS", help="names of columns, before the form is looked for, such as prompt=question chosen=good rejected=bad; a column of our name is replaced")
-    group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or set it aside and count it")
+    group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or count it and set it aside in rejected.jsonl")
     cli.add_switch(group, "--drop_duplicates", False, "set aside rows that repeat an earlier one; they are counted either way")
     group = parser.add_argument_group("who gets which row (files and hub; the tiny set has its own split)")
     group.add_argument("--split", type=cli.shares, default="2,4,4", metavar="S,P,R", help="shares of sft, preference and prompts in the rows that can serve several")
@@ -43,23 +49,39 @@ def parse_args(argv=None):
     group.add_argument("--seed", type=int, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
     cli.add_switch(group, "--shuffle_preferences", False, "negative control: a coin decides which answer of each pair is chosen")
     # fmt: on
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.dataset is None:
+        args.dataset = [] if any(_own(args).values()) else ["tiny"]
+    if args.dataset_info:
+        lists = [args.dataset, *_own(args).values()]
+        found, args.columns = dataset_info.look_up(
+            args.dataset_info, [name for it in lists for name in it], args.columns
+        )
+        for names in lists:
+            names[:], found = found[: len(names)], found[len(names) :]
+    return args
+
+
+def _own(args) -> dict[str, list[str]]:
+    """{stage: sources that feed it only}"""
+    own = args.sft_dataset, args.preference_dataset, args.prompts_dataset, args.pretrain_dataset
+    return dict(zip(formats.STAGES, own, strict=True))
 
 
 def main() -> None:
     args = parse_args()
-    if args.dataset_info:
-        args.dataset, args.columns = dataset_info.look_up(args.dataset_info, args.dataset, args.columns)
     is_tiny = args.dataset == ["tiny"]
-    if "tiny" in args.dataset and (not is_tiny or args.data_dir or args.format or args.columns):
+    own = _own(args)
+    if "tiny" in args.dataset and (not is_tiny or args.data_dir or args.format or args.columns or any(own.values())):
         raise UserError(
             "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
         )
 
     # 1. Look at what is there. The same request on the same files is done already; anything else is not overwritten.
     settings = {k: v for k, v in vars(args).items() if k not in ("output_dir", "overwrite", "config", "local_rank")}
-    datasets = sources.inside(args.dataset, args.data_dir)
-    inputs = {} if is_tiny else split.hash_inputs(datasets)
+    plans = [] if is_tiny else sources.plan(sources.inside(args.dataset, args.data_dir))
+    plans += [plan for stage, names in own.items() for plan in sources.plan(names, stage)]
+    inputs = split.hash_inputs(plans)
     with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
         if folder.already_done:
             print(f"{args.output_dir}: already done, with the same settings on the same files")
@@ -67,42 +89,57 @@ def main() -> None:
             return
         print(f"writing to {args.output_dir}")
 
-        # 2. Make or read the rows of every stage; each row read is in a stage or in the ledger.
-        if is_tiny:
-            stages, ledger = toy.make_tiny(args.seed), []
-            texts = toy.tokenizer_texts(stages)
-            stages = {s: {part: rows[: args.max_rows or None] for part, rows in p.items()} for s, p in stages.items()}
-        else:
-            rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
-            skip_bad = args.on_bad_row == "skip"
-            names = columns.mapping(args.columns)
-            stages, ledger = split.collect(
-                datasets, rule, args.max_rows, skip_bad, args.drop_duplicates, args.format, names
-            )
-
-        # 3. The negative control: preferences that say nothing.
-        if args.shuffle_preferences:
-            for part, rows in stages["preference"].items():
-                swapped = split.shuffle_preferences(rows, f"{args.seed}/{part}")
-                print(
-                    f"negative control: chosen and rejected swapped in {swapped} of {len(rows)} preference/{part} pairs"
-                )
-
-        # 4. Write all of it under a temporary name, then move it in; manifest.json comes last.
+        # 2. Everything goes under a temporary name and is moved in at the end, manifest.json last.
         with folder.staging() as staging:
-            output.write_stages(staging, stages)
+            spool, ledger = Spool(staging), []
+            coins = {part: split.Coin(f"{args.seed}/{part}") for part in ("train", "eval")}
+
+            def write(stage: str, part: str, row: dict, chars: int = 0) -> None:
+                if args.shuffle_preferences and stage == "preference":
+                    coins[part](row)  # the negative control: preferences that say nothing
+                spool.add(stage, part, row, chars)
+
+            # 3. Make or read the rows of every stage; each row read is in a stage or in the ledger.
+            if is_tiny:
+                stages = toy.make_tiny(args.seed)
+                texts = toy.tokenizer_texts(stages)
+                for stage, parts in stages.items():
+                    for part, rows in parts.items():
+                        for row in rows[: args.max_rows or None]:
+                            write(stage, part, row)
+            else:
+                rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
+                with rejected(staging) as reject:
+                    ledger = split.collect(
+                        plans,
+                        inputs,
+                        rule,
+                        args.max_rows,
+                        args.on_bad_row == "skip",
+                        args.drop_duplicates,
+                        write,
+                        reject,
+                        functools.partial(formats.convert, form_name=args.format, names=columns.mapping(args.columns)),
+                    )
+            if args.shuffle_preferences:
+                for part, coin in coins.items():
+                    pairs = f"{coin.swapped} of {coin.pairs} preference/{part} pairs"
+                    print(f"negative control: chosen and rejected swapped in {pairs}")
+
+            # 4. Write all of it.
+            spool.close()
             if is_tiny:
                 from step0_data import tiny_model
 
                 tiny_model.write_base_model(staging / "base_model", texts, args.seed)
-            folder.write_manifest(staging, stages, ledger)
+            folder.write_manifest(staging, spool, ledger)
 
     # 5. What came out, and what to do next.
-    print(output.summary(stages, ledger))
+    print(output.summary(spool.counts(), ledger))
     if is_tiny:
-        accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
+        accuracy = toy.oracle_accuracy(stages["preference"]["eval"][: args.max_rows or None])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
-    print(output.next_command(args.output_dir, output.counts(stages), is_tiny))
+    print(output.next_command(args.output_dir, spool.counts(), is_tiny))
 
 
 def _columns(text: str) -> str:

@@ -1,15 +1,9 @@
-"""Reading sources: local files, folders of them, or a data set of the hub, as a stream of plain rows.
+"""What is read: local files, folders of them, or a data set of the hub, each with a weight, as streams of plain rows.
 
 A source with a train and a test part of its own (by the names of its files, or of its splits on the hub) keeps them:
 train is train and test is eval. The words are those of `datasets`: harmless-base/test.jsonl.gz is a test file.
-
-A row that cannot even be parsed (broken JSON, a wrong number of cells) is not raised but handed on as a BadRow, so
-that one place decides whether it stops the run or is set aside.
 """
 
-import csv
-import gzip
-import io
 import json
 import re
 import sys
@@ -18,21 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
-from step0_data.formats import BadRow
+from step0_data.files import SUFFIXES, Row, read_file, suffix, table_rows
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow")
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json"}  # describe the data beside them
 _HUB_NAME = re.compile(r"^([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+(?:/[\w.-]+)*))?(?:@([\w.-]+))?$")
+_WEIGHT = re.compile(r"^(.+)@(\d+(?:\.\d*)?|\.\d+)$")
 _PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"), "eval"),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    where: str  # "file.jsonl line 3": for people
-    value: object  # a dict if all is well, or a BadRow
 
 
 @dataclass(frozen=True)
@@ -48,35 +36,53 @@ class Piece:
 class Plan:
     """What is read of one source: its files with their parts, or None for the hub, whose splits are known later."""
 
-    source: str
+    source: str  # as it was typed
+    name: str  # without the weight
+    weight: float
+    stage: str | None  # the only stage it feeds; None: any
     files: dict[Path, str | None] | None  # file: "train", "eval", or None where the rows are still to be dealt out
     left_out: tuple[str, ...] = ()
 
 
-def plan(sources: Sequence[str]) -> list[Plan]:
-    """What to read of each source. A train and a test file side by side are its own split.
+def plan(sources: Sequence[str], stage: str | None = None) -> list[Plan]:
+    """What to read of each source (for `stage` only). A train and a test file side by side are its own split.
 
     Side by side are files of one folder, given as a folder or each by itself. In a folder with such a split, files that
     are neither are left out, as `datasets` leaves them out.
 
     Raises:
-        UserError: as `resolve`.
+        UserError: as `resolve`, or a weight of 0.
     """
-    found = [(source, Path(source).expanduser(), resolve(source)) for source in sources]
+    weighted = [weight_of(source) for source in sources]
+    found = [(source, Path(source).expanduser(), resolve(source)) for source, _ in weighted]
     named = [{file: _part_of_file(file, path) for file in files or ()} for _, path, files in found]
     together: dict[tuple, set] = {}  # parts by folder
     folders = [(path, True) if path.is_dir() else (path.parent, False) for _, path, _ in found]
     for folder, parts in zip(folders, named, strict=True):
         together.setdefault(folder, set()).update(parts.values())
     plans = []
-    for (source, _, files), folder, parts in zip(found, folders, named, strict=True):
+    for typed, weight, (_, _, files), folder, parts in zip(sources, weighted, found, folders, named, strict=True):
         if files is None or not _is_split(together[folder]):
-            plans.append(Plan(source, files and dict.fromkeys(files)))
+            plans.append(Plan(typed, *weight, stage, files and dict.fromkeys(files)))
             continue
         left_out = [file for file, part in parts.items() if part is None and folder[1]]
         kept = {file: part for file, part in parts.items() if file not in left_out}
-        plans.append(Plan(source, kept, tuple(file.as_posix() for file in left_out)))
+        plans.append(Plan(typed, *weight, stage, kept, tuple(file.as_posix() for file in left_out)))
     return plans
+
+
+def weight_of(source: str) -> tuple[str, float]:
+    """`PATH@0.3` or `NAME@SPLIT@2` as (what is in front, the weight); 1 where none is written.
+
+    Raises:
+        UserError: the weight is 0.
+    """
+    found = _WEIGHT.match(source)
+    if not found or Path(source).expanduser().exists():
+        return source, 1.0
+    if not float(found[2]):
+        raise UserError(f"{source}: a weight is above 0; leave the source out instead")
+    return found[1], float(found[2])
 
 
 def _is_split(parts) -> bool:
@@ -104,16 +110,17 @@ def inside(sources: Sequence[str], folder: str | None) -> list[str]:
         return list(sources)
     if len(sources) != 1:
         raise UserError(f"--data_dir {folder} is of one source, {len(sources)} are given; write each as NAME:FOLDER")
-    path = Path(sources[0]).expanduser()
+    source, _ = weight_of(sources[0])
+    path, weight = Path(source).expanduser(), sources[0].removeprefix(source)
     if path.is_dir():
         if not (path / folder).exists():
             there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folder"
             raise UserError(f"--data_dir {folder}: not in {path}, which has {there}")
-        return [str(path / folder)]
-    name = _HUB_NAME.match(sources[0])
+        return [f"{path / folder}{weight}"]
+    name = _HUB_NAME.match(source)
     if path.is_file() or not name or name[2]:
-        raise UserError(f"--data_dir {folder}: {sources[0]} is no folder and no plain hub name; leave --data_dir out")
-    return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "")]
+        raise UserError(f"--data_dir {folder}: {source} is no folder and no plain hub name; leave --data_dir out")
+    return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "") + weight]
 
 
 def resolve(source: str) -> list[Path] | None:
@@ -125,46 +132,47 @@ def resolve(source: str) -> list[Path] | None:
     path = Path(source).expanduser()
     if path.is_dir():
         seen = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        files = sorted(p for p in seen if p.is_file() and _suffix(p) in SUFFIXES and p.name not in _NOT_DATA)
-        if not files:
+        files = [p for p in seen if p.is_file() and suffix(p) in SUFFIXES and p.name not in _NOT_DATA]
+        saved = {p.parent: _shards(p) for p in seen if p.name == "state.json"}
+        order = {p: p for p in files if saved.get(p.parent) is None}
+        for folder, shards in saved.items():  # of `save_to_disk`: files beside these are caches
+            order |= {folder / name: folder / f"{i:09}" for i, name in enumerate(shards or ())}
+        if not order:
             raise UserError(f"{source}: no data file in this folder; wanted {', '.join(SUFFIXES)}, each also with .gz")
-        return files
+        return sorted(order, key=order.get)
     if path.is_file():
-        if _suffix(path) not in SUFFIXES:
+        if suffix(path) not in SUFFIXES:
             raise UserError(f"{source}: unknown kind of file {path.suffix!r}; wanted {', '.join(SUFFIXES)} (or .gz)")
         return [path]
-    if _HUB_NAME.match(source) and _suffix(path) not in SUFFIXES:
+    before, at, last = source.rpartition("@")
+    if at and Path(before).expanduser().exists():
+        raise UserError(f"{source}: {last!r} is no weight; write {before}@0.3, or @2 to have each row twice")
+    if _HUB_NAME.match(source) and suffix(path) not in SUFFIXES:
         return None
     raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
+
+
+def _shards(path: Path) -> list[str] | None:
+    """The files of a data set in the order that its state.json, of `save_to_disk`, has them; None: some other file.
+
+    Raises:
+        UserError: a file that it names is not there.
+    """
+    try:
+        shards = [str(it["filename"]) for it in json.loads(path.read_bytes())["_data_files"]]
+    except (ValueError, LookupError, TypeError):
+        return None
+    lost = next((name for name in shards if not (path.parent / name).is_file()), None)
+    if lost:
+        raise UserError(f"{path} names {lost}, which is not there; copy the folder whole")
+    return shards
 
 
 def pieces(it: Plan) -> tuple[list[Piece], list[str]]:
     """The files or splits of a source, each to be read when its turn comes, and the names of what is left out."""
     if it.files is None:
-        return _read_hub(it.source)
+        return _read_hub(it.name)
     return [Piece(file, part, read_file(file)) for file, part in it.files.items()], list(it.left_out)
-
-
-def read_file(path: Path) -> Iterator[Row]:
-    """Rows of one local file.
-
-    Raises:
-        UserError: the file as a whole cannot be read.
-    """
-    readers = {
-        ".json": _json,
-        ".jsonl": _lines,
-        ".ndjson": _lines,
-        ".parquet": _parquet,
-        ".csv": _csv,
-        ".tsv": _csv,
-        ".arrow": _arrow,
-    }
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    yield from readers[_suffix(path)](path, content)
 
 
 def _read_hub(source: str) -> tuple[list[Piece], list[str]]:
@@ -204,8 +212,8 @@ def _choose_splits(source: str, splits: list[str]) -> dict[str, str | None]:
 
 
 def _hub_rows(where: str, dataset) -> Iterator[Row]:
-    for number, value in enumerate(dataset, 1):
-        yield Row(f"{where} row {number}", value)
+    # As arrow has it: pictures and sounds are not decoded, only to be refused.
+    yield from table_rows(where, dataset.with_format("arrow").iter(1000))
 
 
 def _ask_hub(name: str, word: str | None) -> dict[str, str]:
@@ -249,102 +257,3 @@ def _why(error: Exception, name: str) -> str:
     if isinstance(error, ValueError):  # no such split, no such configuration
         return f"the hub has it otherwise ({said}); write NAME[:CONFIG or FOLDER][@SPLIT]"
     return f"the hub cannot give it ({said}); try another of its parts, {by_hand}"
-
-
-def _suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
-
-
-def _decode(path: Path, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path} line {line}: not UTF-8 (byte 0x{content[error.start]:02x}); save the file as UTF-8"
-        ) from error
-
-
-def _json(path: Path, content: bytes) -> Iterator[Row]:
-    text = _decode(path, content)
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # JSON lines under the name .json, as many tools write them
-            yield from _lines(path, content)
-            return
-        raise UserError(f"{path} line {error.lineno} column {error.colno}: broken JSON ({error.msg})") from error
-    if isinstance(data, dict):
-        lists = [
-            value for value in data.values() if isinstance(value, list) and all(isinstance(v, dict) for v in value)
-        ]
-        # {"data": [...]} holds rows; any other object is one row (a file with a single JSON line).
-        data = (
-            lists[0]
-            if len(data) == 1 and len(lists) == 1 and set(data) <= {"data", "rows", "train", "examples"}
-            else [data]
-        )
-    if not isinstance(data, list):
-        raise UserError(f"{path}: holds a {type(data).__name__}, wanted a list of rows")
-    for number, value in enumerate(data, 1):
-        yield Row(f"{path} row {number}", value)
-
-
-def _lines(path: Path, content: bytes) -> Iterator[Row]:
-    # Not splitlines(): that cuts at U+2028 and its kin, which are legal inside a JSON string.
-    for number, line in enumerate(_decode(path, content).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            value = BadRow(f"broken JSON ({error.msg})", f"mend the line at column {error.colno}")
-        yield Row(f"{path} line {number}", value)
-
-
-def _csv(path: Path, content: bytes) -> Iterator[Row]:
-    reader = csv.DictReader(
-        io.StringIO(_decode(path, content), newline=""), delimiter="\t" if _suffix(path) == ".tsv" else ",", strict=True
-    )
-    csv.field_size_limit(2**31 - 1)
-    try:
-        for value in reader:
-            cells = None in value or any(v is None for v in value.values())
-            bad = BadRow(
-                "the row has more or fewer cells than the heading", "quote cells that hold commas or line breaks"
-            )
-            yield Row(f"{path} line {reader.line_num}", bad if cells else value)
-    except csv.Error as error:
-        raise UserError(f"{path} line {reader.reader.line_num}: broken CSV ({error})") from error
-
-
-def _parquet(path: Path, content: bytes) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(pa.BufferReader(content))
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({' '.join(str(error).split())[:120]})") from error
-    yield from _table(path, table)
-
-
-def _arrow(path: Path, content: bytes) -> Iterator[Row]:
-    import pyarrow as pa
-
-    try:
-        try:
-            table = pa.ipc.open_stream(content).read_all()  # what `datasets` writes
-        except pa.ArrowInvalid:
-            table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable arrow file ({' '.join(str(error).split())[:120]})") from error
-    yield from _table(path, table)
-
-
-def _table(path: Path, table) -> Iterator[Row]:
-    number = 0
-    for batch in table.to_batches(max_chunksize=1000):
-        for value in batch.to_pylist():
-            number += 1
-            yield Row(f"{path} row {number}", value)

@@ -10,16 +10,18 @@ read first: a train row that shares its opening with one of them is set aside.
 
 import hashlib
 import json
+import marshal
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from common import checkpoint
 from common.errors import UserError
 from step0_data import formats, sources
 
 SPLIT_STAGES = ("sft", "preference", "prompts")  # the stages that --split speaks of
+_REASON_CHARS, _REASONS = 200, 20  # of a reason, and of different reasons a source
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,23 @@ class Account:
     """What became of the rows of one source: rows == sum(used) + sum(set_aside)."""
 
     source: str
+    weight: float = 1.0
+    stage: str | None = None  # the only one it feeds
     files: list[dict] = field(default_factory=list)
     rows: int = 0
     own_split: bool = False  # its own train and test parts are train and eval
     left_out: list[str] = field(default_factory=list)  # files or splits of it that were not read
     forms: Counter = field(default_factory=Counter)
     used: Counter = field(default_factory=Counter)
+    written: Counter = field(default_factory=Counter)  # the same, but each copy that the weight asks for
+    rejected: int = 0  # of those set aside: bad rows, which are in rejected.jsonl
     set_aside: Counter = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)  # reason: where it was met first
     duplicates: int = 0
 
     def put_aside(self, reason: str, where: str) -> None:
+        if reason not in self.set_aside and len(self.set_aside) >= _REASONS:
+            reason = "other reasons"  # they quote the rows, and each row says something else
         self.set_aside[reason] += 1
         self.first.setdefault(reason, where)
 
@@ -68,51 +76,65 @@ class Account:
         aside = {reason: {"rows": n, "first": self.first[reason]} for reason, n in sorted(self.set_aside.items())}
         return {
             "source": self.source,
+            "weight": self.weight,
+            "stage": self.stage,
             "files": self.files,
             "rows": self.rows,
             "forms": dict(sorted(self.forms.items())),
             "used": dict(sorted(self.used.items())),
+            "written": dict(sorted(self.written.items())),
             "set_aside": aside,
+            "rejected": self.rejected,
             "duplicates": self.duplicates,
             "own_split": self.own_split,
             "left_out": self.left_out,
         }
 
 
-def hash_inputs(datasets: Sequence[str]) -> dict[str, dict[str, str] | None]:
+def hash_inputs(plans: Sequence[sources.Plan]) -> dict[str, dict[str, str] | None]:
     """{source: {file: sha256}}; None for a hub name."""
-    return {plan.source: _hash_files(plan.files) for plan in sources.plan(datasets)}
+    files = {plan.source: plan.files for plan in plans}
+    return {
+        source: None if paths is None else {file.as_posix(): checkpoint.hash_file(file) for file in paths}
+        for source, paths in files.items()
+    }
 
 
 def collect(
-    datasets: Sequence[str],
+    plans: Sequence[sources.Plan],
+    inputs: dict[str, dict[str, str] | None],
     rule: Rule,
     max_rows: int,
     skip_bad: bool,
     drop_duplicates: bool,
-    form_name: str | None = None,
-    names: dict[str, str] | None = None,
-) -> tuple[dict[str, dict[str, list[dict]]], list[dict]]:
-    """({stage: {"train": rows, "eval": rows}}, ledger).
+    write: Callable[[str, str, dict, int], None],
+    reject: Callable[[dict], None],
+    convert: Callable[[object], tuple[formats.Form, formats.Record]] = formats.convert,
+) -> list[dict]:
+    """Reads all sources and hands each row on, as it comes; returns the ledger.
 
-    `form_name` and `names` as in `formats.convert`.
+    Args:
+        inputs: of `hash_inputs`. write: takes stage, part, row and about how long it is.
+        reject: takes a bad row that `skip_bad` sets aside: source, where, reason, fix, and the row.
 
     Raises:
         UserError: a source cannot be read, a bad row without `skip_bad`, or nothing is left.
     """
-    stages = {stage: {"train": [], "eval": []} for stage in formats.STAGES}
-    serves: dict[str, tuple[str, str]] = {}  # opening: stage and part
+    serves: dict[bytes, tuple[str, str]] = {}  # opening: stage and part
+    places: dict[tuple[str, str], tuple[str, str]] = {}  # each of these once
     seen: set[bytes] = set()
     accounts, work = [], []
-    for plan in sources.plan(datasets):
+    for plan in plans:
         pieces, left_out = sources.pieces(plan)
-        account = Account(plan.source, own_split=any(piece.part for piece in pieces), left_out=left_out)
-        account.files = [{"file": f, "sha256": h, "rows": 0} for f, h in (_hash_files(plan.files) or {}).items()]
+        account = Account(plan.source, plan.weight, plan.stage, own_split=any(p.part for p in pieces))
+        account.left_out = left_out
+        account.files = [{"file": f, "sha256": h, "rows": 0} for f, h in (inputs[plan.source] or {}).items()]
         accounts.append(account)
         files = account.files or [{} for _ in pieces]
         work += [(account, file, piece) for file, piece in zip(files, pieces, strict=True)]
     taken = Counter()  # rows by source and part
     for account, file, piece in sorted(work, key=lambda it: it[2].part != "eval"):
+        here = rule if account.stage is None else replace(rule, shares=(1.0, 1.0, 1.0), stages=(account.stage,))
         for row in piece.rows:
             if max_rows and taken[id(account), piece.part] == max_rows:
                 break
@@ -122,18 +144,30 @@ def collect(
             try:
                 if isinstance(row.value, formats.BadRow):
                     raise row.value
-                form, record = formats.convert(row.value, form_name, names)
+                form, record = convert(row.value)
+                key = opening(record)
+                stage = here.stage(form, key)
+                extra = _extra_text(record) if stage == "prompts" else ""
             except formats.BadRow as bad:
+                reason, fix = _one_line(bad.reason), _one_line(bad.fix, 2000)
                 if not skip_bad:
-                    raise UserError(f"{row.where}: {bad}; or set such rows aside with --on_bad_row skip") from bad
-                account.put_aside(bad.reason, row.where)
+                    aside = "or set such rows aside with --on_bad_row skip"
+                    raise UserError(f"{row.where}: {reason}; {fix}; {aside}") from bad
+                account.put_aside(reason, row.where)
+                account.rejected += 1
+                seen_there = row.value if row.raw is None and row.value is not bad else row.raw
+                what = {"source": account.source, "where": row.where, "reason": reason, "fix": fix, "row": seen_there}
+                reject(what)
                 continue
             account.forms[form.name] += 1
-            key = opening(record)
-            stage, part = rule.stage(form, key), piece.part or rule.part(key)
-            fingerprint = hashlib.sha256(
-                _canonical([record.prompt, record.answer, record.rejected, record.text]).encode()
-            ).digest()
+            copies = _copies(account.weight, key)
+            if not copies:
+                account.put_aside(f"left out by the weight @{account.weight:g}", row.where)
+                continue
+            part = piece.part or rule.part(key)
+            # Version 0: equal values are equal bytes, however their strings are shared in memory.
+            content = marshal.dumps([record.prompt, record.answer, record.rejected, record.text], 0)
+            fingerprint = _digest(content)
             is_duplicate = fingerprint in seen
             seen.add(fingerprint)
             account.duplicates += is_duplicate
@@ -144,22 +178,63 @@ def collect(
             elif is_duplicate and drop_duplicates:
                 account.put_aside("repeats an earlier row", row.where)
             elif stage is None:
-                reason = f"no stage wants the form {form.name!r} under these --stages and --split"
-                account.put_aside(reason, row.where)
-            elif (place := serves.setdefault(key, (stage, part))) != (stage, part):
-                serving = place[0] if place[0] != stage else place[1]
-                account.put_aside(f"its prompt serves {serving} already, through another row", row.where)
+                account.put_aside(_unwanted(form, account.stage), row.where)
             else:
-                stages[stage][part].append(output_row(record, stage))
+                mine = places.setdefault((stage, part), (stage, part))
+                place = serves.setdefault(_digest(key.encode()), mine)
+                if place != mine:
+                    serving = place[0] if place[0] != stage else place[1]
+                    account.put_aside(f"its prompt serves {serving} already, through another row", row.where)
+                    continue
                 account.used[f"{stage}/{part}"] += 1
-    ledger = [account.entry() for account in accounts]
-    if not any(rows for parts in stages.values() for rows in parts.values()):
+                for _ in range(copies if part == "train" else 1):
+                    write(stage, part, output_row(record, stage), len(content) + len(extra))
+                    account.written[f"{stage}/{part}"] += 1
+    if not any(account.used for account in accounts):
         reasons = Counter()
         for account in accounts:
             reasons.update(account.set_aside)
         why = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3)) or "the sources hold no rows"
-        raise UserError(f"no row is left from {', '.join(datasets)}: {why}")
-    return stages, ledger
+        raise UserError(f"no row is left from {', '.join(plan.source for plan in plans)}: {why}")
+    return [account.entry() for account in accounts]
+
+
+def _copies(weight: float, key: str) -> int:
+    """How often the rows of an opening are written: @2.5 is twice, and a third time for half of the openings."""
+    if weight == 1:
+        return 1
+    return int(weight) + (_unit("weight", key) < weight % 1)
+
+
+def _unwanted(form: formats.Form, stage: str | None) -> str:
+    if stage:
+        return f"a row of the form {form.name!r} cannot serve {stage}"
+    return f"no stage wants the form {form.name!r} under these --stages and --split"
+
+
+def _extra_text(record: formats.Record) -> str:
+    """The further columns of a prompt as text.
+
+    Raises:
+        BadRow: they hold what is no text.
+    """
+    if not record.extra:
+        return ""
+    text = json.dumps(record.extra, ensure_ascii=False, default=str)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise formats.BadRow(
+                "a further column holds half a surrogate pair, which is no character", "write the character whole"
+            ) from None
+    return text
+
+
+def _one_line(text: str, limit: int = _REASON_CHARS) -> str:
+    """A reason that may quote the row, fit for a line: no line breaks, nothing that is no character, not too long."""
+    text = " ".join(text[: 2 * limit].encode("utf-8", "backslashreplace").decode().split())
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def opening(record: formats.Record) -> str:
@@ -167,7 +242,11 @@ def opening(record: formats.Record) -> str:
     if record.prompt is None:
         return _squeeze(record.text)
     first_user = next(i for i, m in enumerate(record.prompt) if m["role"] == "user")
-    return _canonical([[m["role"], _squeeze(m["content"])] for m in record.prompt[: first_user + 1]])
+    turns = [f"[{_quote(m['role'])}, {_quote(_squeeze(m['content']))}]" for m in record.prompt[: first_user + 1]]
+    return f"[{', '.join(turns)}]"
+
+
+_quote = json.encoder.encode_basestring  # as json.dumps writes a string
 
 
 def output_row(record: formats.Record, stage: str) -> dict:
@@ -178,18 +257,22 @@ def output_row(record: formats.Record, stage: str) -> dict:
         row = {"prompt": record.prompt, "chosen": record.answer, "rejected": record.rejected}
         return row if record.margin is None else row | {"margin": record.margin}
     if stage == "prompts":
-        return {"prompt": record.prompt, **record.extra}
+        extra = {name: value for name, value in record.extra.items() if name != "prompt"}
+        return {"prompt": record.prompt, **extra}
     return {"text": record.text}
 
 
-def shuffle_preferences(rows: list[dict], seed: str) -> int:
-    """Swaps chosen and rejected in place by a fair coin for each pair; returns how many were swapped."""
-    rng, swapped = random.Random(seed), 0
-    for row in rows:
-        if rng.random() < 0.5:
+class Coin:
+    """The negative control: swaps chosen and rejected by a fair coin for each pair of a part."""
+
+    def __init__(self, seed: str):
+        self._rng, self.pairs, self.swapped = random.Random(seed), 0, 0
+
+    def __call__(self, row: dict) -> None:
+        self.pairs += 1
+        if self._rng.random() < 0.5:
             row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
-            swapped += 1
-    return swapped
+            self.swapped += 1
 
 
 def _unit(what: str, key: str) -> float:
@@ -201,9 +284,6 @@ def _squeeze(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-def _canonical(value) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)
-
-
-def _hash_files(files) -> dict[str, str] | None:
-    return None if files is None else {file.as_posix(): checkpoint.hash_file(file) for file in files}
+def _digest(content: bytes) -> bytes:
+    """What is remembered of a text: 15 bytes take 48 in memory, 16 would take 64, and no two texts meet in them."""
+    return hashlib.blake2b(content, digest_size=15).digest()

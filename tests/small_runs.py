@@ -12,7 +12,7 @@ import one_rank
 import pytest
 
 from common import checkpoint, cli, distributed
-from step0_data import output
+from step0_data import spool
 
 
 def answer(text: str) -> list[dict]:
@@ -22,7 +22,7 @@ def answer(text: str) -> list[dict]:
 def write_data(folder: Path, **stages) -> None:
     """Prepared data of these stages, as step 0 writes them."""
     folder.mkdir()
-    output.write_stages(folder, {stage: {"train": rows, "eval": []} for stage, rows in stages.items()})
+    spool.write_stages(folder, {stage: {"train": rows, "eval": []} for stage, rows in stages.items()})
     files = {p.relative_to(folder).as_posix(): checkpoint.hash_file(p) for p in folder.glob("*/*.parquet")}
     manifest = {"format_version": 1, "hash": checkpoint.hash_tree(files), "files": files, "stages": {}, "args": {}}
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sources": [], "seed": 1}))

@@ -217,8 +217,12 @@ def test_bad_rows_stop_or_are_set_aside_in_the_ledger(tmp_path, monkeypatch, cap
     assert f"1 set aside: chosen is an empty answer (first: {source} line 51)" in printed
     assert f"1 set aside: broken JSON (Expecting value) (first: {source} line 52)" in printed
     assert printed.split("rows read")[0].endswith("52 ")
-    aside = json.loads((out / "manifest.json").read_text())["sources"][0]["set_aside"]
-    assert [reason["rows"] for reason in aside.values()] == [1, 1]
+    (entry,) = json.loads((out / "manifest.json").read_text())["sources"]
+    assert [reason["rows"] for reason in entry["set_aside"].values()] == [1, 1] and entry["rejected"] == 2
+    assert len((out / "rejected.jsonl").read_text().splitlines()) == 2
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out, "--max_rows", 50, "--overwrite") == 0
+    assert not (out / "rejected.jsonl").exists(), "of the run before"
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out, "--on_bad_row", "skip", "--overwrite") == 0
     assert "set aside: chosen is an empty answer" in (out / "preview.md").read_text()
 
 
@@ -235,6 +239,50 @@ def test_shuffled_preferences_keep_all_but_the_order(tmp_path, monkeypatch, caps
         )
         kept = sum(a == b for a, b in zip(before, after, strict=True))
         assert swapped + kept == len(before) and 0.35 < swapped / len(before) < 0.65
+
+
+def test_sources_with_weights_and_sources_of_one_stage(tmp_path, monkeypatch, capsys):
+    pairs, out = write_pairs(tmp_path / "pairs.jsonl", 200), tmp_path / "data"
+    more, texts = tmp_path / "more.csv", tmp_path / "texts.tsv"
+    more.write_text("prompt,completion\n" + "".join(f"r{i},a\n" for i in range(100)))
+    texts.write_text("text\none\ntwo\nthree\n")
+    flags = [
+        "--dataset",
+        f"{pairs}@0.5",
+        "--sft_dataset",
+        f"{more}@2",
+        "--pretrain_dataset",
+        texts,
+        "--output_dir",
+        out,
+    ]
+    assert run(monkeypatch, *flags) == 0
+    printed = capsys.readouterr().out
+    first, second, third = json.loads((out / "manifest.json").read_text())["sources"]
+    assert (first["weight"], first["stage"], second["stage"], third["stage"]) == (0.5, None, "sft", "pretrain")
+    left_out = first["set_aside"]["left out by the weight @0.5"]["rows"]
+    assert 70 < left_out < 130 and sum(first["used"].values()) == 200 - left_out
+    assert f"{more}@2 for sft only: 100 rows read (completion 100), 100 used" in printed
+    asked = [row["messages"][0]["content"] for row in rows_of(out, "sft", "train")]
+    extra = [text for text in asked if text[0] == "r"]
+    assert len(extra) == 2 * len(set(extra)) == second["written"]["sft/train"]
+    assert f"{len(extra) // 2} written again by the weight @2" in printed
+    once = [row["messages"][0]["content"] for row in rows_of(out, "sft", "eval")]
+    assert len(once) == len(set(once)) and len(set(extra)) + sum(text[0] == "r" for text in once) == 100
+    assert len(rows_of(out, "pretrain", "train") + rows_of(out, "pretrain", "eval")) == 3
+    assert run(monkeypatch, *flags) == 0 and "already done" in capsys.readouterr().out
+    flags[1] = f"{pairs}@0.6"
+    assert run(monkeypatch, *flags) == 2
+    assert f"--dataset was {pairs}@0.5, now {pairs}@0.6" in capsys.readouterr().err
+
+
+def test_a_source_of_one_stage_needs_no_other(tmp_path, monkeypatch, capsys):
+    pairs, out = write_pairs(tmp_path / "pairs.jsonl", 50), tmp_path / "data"
+    assert run(monkeypatch, "--preference_dataset", pairs, "--output_dir", out) == 0
+    assert list(json.loads((out / "manifest.json").read_text())["stages"]) == ["preference"]
+    assert json.loads((out / "manifest.json").read_text())["args"]["dataset"] == []
+    assert run(monkeypatch, "--dataset", "tiny", "--sft_dataset", pairs, "--output_dir", tmp_path / "b") == 2
+    assert "tiny stands alone" in capsys.readouterr().err
 
 
 # Done already, or refused ---------------------------------------------------------------------------------------------

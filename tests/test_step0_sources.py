@@ -90,15 +90,10 @@ def test_a_broken_line_is_handed_on_as_a_bad_row(tmp_path):
 
 ERRORS = {
     "broken.json": (b'[{"a": 1},\n {"a" 2}]', "broken.json line 2 column 7: broken JSON"),
-    "number.json": (b"3", "holds a int, wanted a list of rows"),
-    "latin.jsonl": (
-        '{"a": "x"}\n{"a": "é"}'.encode("latin-1"),
-        "latin.jsonl line 2: not UTF-8 .byte 0xe9.; save the file as",
-    ),
+    "number.json": (b"3", "holds one int, wanted a list of rows"),
     "a.parquet": (b"PAR1 no", "not a readable parquet file"),
     "a.arrow": (b"nothing", "not a readable arrow file"),
     "a.jsonl.gz": (b"no gzip", "cannot be read"),
-    "quote.csv": (b'a,b\n"x"y,2\n', "quote.csv line 2: broken CSV"),
 }
 
 
@@ -108,6 +103,88 @@ def test_unreadable_files_are_named(tmp_path, name):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         values(tmp_path / name)
+
+
+def saved(folder, rows, shards):
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(folder, num_shards=shards)
+
+
+def test_a_saved_data_set_is_read_in_the_order_of_its_shards_without_its_caches(tmp_path):
+    folder, rows = tmp_path / "saved", [{"prompt": f"q{i}"} for i in range(10)]
+    saved(folder, rows, 3)
+    write_arrow(folder / "cache-0123456789abcdef.arrow", pa.ipc.new_stream)  # as `map` leaves them beside the data
+    files = sources.resolve(str(folder))
+    assert [file.name for file in files] == [f"data-{i:05}-of-00003.arrow" for i in range(3)]
+    assert [row for file in files for row in values(file)] == rows
+    state = json.loads((folder / "state.json").read_text())
+    state["_data_files"].reverse()
+    (folder / "state.json").write_text(json.dumps(state))
+    assert sources.resolve(str(folder)) == files[::-1]
+    files[1].unlink()
+    message = "state.json names data-00001-of-00003.arrow, which is not there; copy the folder whole"
+    with pytest.raises(UserError, match=message):
+        sources.resolve(str(folder))
+    (folder / "state.json").write_text("[]")  # of some other program
+    assert len(sources.resolve(str(folder))) == 3
+
+
+def test_the_splits_of_a_saved_dict_are_a_split(tmp_path):
+    import datasets
+
+    rows = {name: [{"prompt": f"{name} {i}"} for i in range(3)] for name in ("train", "test")}
+    parts = {name: datasets.Dataset.from_list(rows[name]) for name in rows}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    (plan,) = sources.plan([str(tmp_path / "saved")])
+    assert [(file.parent.name, part) for file, part in plan.files.items()] == [("test", "eval"), ("train", "train")]
+    pieces, left_out = sources.pieces(plan)
+    assert [row.value for piece in pieces for row in piece.rows] == rows["test"] + rows["train"] and not left_out
+
+
+def test_pictures_of_a_saved_data_set_are_not_decoded(tmp_path):
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    rows = [{"prompt": "q", "image": {"bytes": b"no picture", "path": None}}]
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    dataset.save_to_disk(tmp_path / "saved")
+    assert values(*sources.resolve(str(tmp_path / "saved"))) == rows
+    assert [row.value for row in sources._hub_rows("x", dataset)] == rows
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "weight"),
+    [
+        ("a.jsonl", "a.jsonl", 1.0),
+        ("a.jsonl@0.3", "a.jsonl", 0.3),
+        ("a/b@2", "a/b", 2.0),
+        ("a/b@.5", "a/b", 0.5),
+        ("a/b@train", "a/b@train", 1.0),
+        ("a/b:c@train@0.3", "a/b:c@train", 0.3),
+        ("there@2", "there@2", 1.0),  # a file of that name
+        ("there@2@3", "there@2", 3.0),
+        ("a@v1.2", "a@v1.2", 1.0),
+    ],
+)
+def test_a_number_behind_the_last_at_sign_is_a_weight(tmp_path, monkeypatch, typed, name, weight):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there@2").write_text("")
+    assert sources.weight_of(typed) == (name, weight)
+
+
+def test_weights_that_are_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UserError, match="a.jsonl@0: a weight is above 0; leave the source out instead"):
+        sources.plan(["a.jsonl@0"])
+    with pytest.raises(UserError, match="a.jsonl@-1: '-1' is no weight; write a.jsonl@0.3, or @2 to have each row"):
+        sources.plan(["a.jsonl@-1"])
+    (tmp_path / "d" / "x").mkdir(parents=True)
+    assert sources.inside(["d@0.3"], "x") == ["d/x@0.3"]
+    assert sources.inside(["some/set@train@0.3"], "x") == ["some/set:x@train@0.3"]
+    (plan,) = sources.plan(["some/set:x@train@0.3"])
+    assert (plan.source, plan.name, plan.weight) == ("some/set:x@train@0.3", "some/set:x@train", 0.3)
 
 
 def test_what_is_not_there(tmp_path, monkeypatch):

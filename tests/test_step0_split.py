@@ -1,5 +1,6 @@
 """Who gets which row: no prompt serves two stages or both train and eval, adding rows moves none, none is lost."""
 
+import hashlib
 import json
 from collections import Counter, defaultdict
 
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from step0_data import split
+from step0_data import sources, split
 
 TEXT = st.text(alphabet="abcXYZ \n你🎉", min_size=1, max_size=6).filter(lambda t: t.strip())
 PAIR = st.builds(lambda p, a, b: {"prompt": p, "chosen": a, "rejected": b}, TEXT, TEXT, TEXT)
@@ -22,14 +23,30 @@ RULE = split.Rule((2, 4, 4), (), 0.3)
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def collect(tmp_path, *files, rule=RULE, skip=True, **options):
+def collect_from(plans, rule=RULE, max_rows=0, skip=True, drop_duplicates=False):
+    """({stage: {part: rows}}, ledger, rejected rows)"""
+    stages = {stage: {"train": [], "eval": []} for stage in split.formats.STAGES}
+    rejected = []
+
+    def write(stage, part, row, _):
+        stages[stage][part].append(row)
+
+    inputs = split.hash_inputs(plans)
+    ledger = split.collect(plans, inputs, rule, max_rows, skip, drop_duplicates, write, rejected.append)
+    return stages, ledger, rejected
+
+
+def collect(tmp_path, *files, weights=(), own=(), **options):
+    """The same of files of these rows, with their weights; the last ones are given to the stages `own`."""
     names = []
     for number, rows in enumerate(files):
         path = tmp_path / f"{number}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        names.append(str(path))
-    options = {"max_rows": 0, "drop_duplicates": False} | options
-    return split.collect(names, rule, skip_bad=skip, **options)
+        names.append(f"{path}@{weights[number]}" if number < len(weights) else str(path))
+    several = len(names) - len(own)
+    plans = sources.plan(names[:several])
+    plans += [plan for name, stage in zip(names[several:], own, strict=True) for plan in sources.plan([name], stage)]
+    return collect_from(plans, **options)[:2]
 
 
 def prompts_of(stages):
@@ -62,7 +79,7 @@ def test_nor_when_a_source_has_its_own_split(tmp_path, first, second, other):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = [str(tmp_path / "other.jsonl"), str(tmp_path / "own")]
     try:
-        stages, ledger = split.collect(names, RULE, 0, skip_bad=True, drop_duplicates=False)
+        stages, ledger = collect_from(sources.plan(names))[:2]
     except UserError as error:
         assert "no row is left" in str(error)
         return
@@ -215,14 +232,118 @@ def test_max_rows_takes_the_first_of_each_source(tmp_path):
     assert [entry["rows"] for entry in ledger] == [3, 3]
 
 
-def test_shuffled_preferences_are_a_fair_coin_that_the_seed_repeats():
-    def pairs():
-        return [{"chosen": f"a{i}", "rejected": f"b{i}"} for i in range(1000)]
+def test_a_coin_for_each_pair_is_fair_and_the_seed_repeats_it():
+    def pairs(seed):
+        rows, coin = [{"chosen": f"a{i}", "rejected": f"b{i}"} for i in range(1000)], split.Coin(seed)
+        for row in rows:
+            coin(row)
+        return rows, coin
 
-    rows, again, other = pairs(), pairs(), pairs()
-    assert split.shuffle_preferences(rows, "1/train") == sum(row["chosen"][0] == "b" for row in rows)
-    assert 430 < sum(row["chosen"][0] == "b" for row in rows) < 570
+    (rows, coin), (again, _), (other, _) = pairs("1/train"), pairs("1/train"), pairs("2/train")
+    assert coin.pairs == 1000 and coin.swapped == sum(row["chosen"][0] == "b" for row in rows)
+    assert 430 < coin.swapped < 570
     assert all({row["chosen"][1:]} == {row["rejected"][1:]} for row in rows)
-    split.shuffle_preferences(again, "1/train")
-    split.shuffle_preferences(other, "2/train")
     assert again == rows != other
+
+
+# Weights, and sources of one stage ------------------------------------------------------------------------------------
+
+
+def share_of(word, text):
+    """The definition, by other means than the program's: the first 48 bits of sha256, as a share."""
+    key = json.dumps([["user", text]], ensure_ascii=False)
+    return int(hashlib.sha256(f"{word}|{key}".encode()).hexdigest()[:12], 16) / 16**12
+
+
+def prompts_in(stages, part="train"):
+    return Counter(
+        (row.get("prompt") or row["messages"])[0]["content"] for parts in stages.values() for row in parts[part]
+    )
+
+
+def test_a_weight_below_one_keeps_a_share_of_the_prompts(tmp_path):
+    rows = [{"prompt": f"q{i}"} for i in range(1000)]
+    stages, (entry,) = collect(tmp_path, rows, weights=["0.3"], rule=split.Rule((2, 4, 4), (), 0.2))
+    kept = {f"q{i}" for i in range(1000) if share_of("weight", f"q{i}") < 0.3}
+    assert prompts_in(stages) + prompts_in(stages, "eval") == Counter(kept)
+    assert 250 < len(kept) < 350 and len(prompts_in(stages, "eval")) > 30
+    first = next(i for i in range(1000) if f"q{i}" not in kept) + 1
+    aside = {"rows": 1000 - len(kept), "first": f"{tmp_path / '0.jsonl'} line {first}"}
+    assert entry["set_aside"] == {"left out by the weight @0.3": aside} and entry["weight"] == 0.3
+
+
+def test_a_weight_above_one_writes_training_rows_again(tmp_path):
+    rows = [{"prompt": f"q{i}"} for i in range(400)]
+    rule = split.Rule((2, 4, 4), (), 0.2)
+    for weight, copies in (("2", lambda text: 2), ("2.5", lambda text: 2 + (share_of("weight", text) < 0.5))):
+        stages, (entry,) = collect(tmp_path, rows, weights=[weight], rule=rule)
+        held_out = {f"q{i}" for i in range(400) if share_of("eval", f"q{i}") < 0.2}
+        assert prompts_in(stages, "eval") == Counter(held_out) and 50 < len(held_out) < 110
+        assert prompts_in(stages) == {f"q{i}": copies(f"q{i}") for i in range(400) if f"q{i}" not in held_out}
+        assert sum(entry["used"].values()) == 400 and not entry["set_aside"] and not entry["duplicates"]
+        assert entry["written"]["prompts/train"] == sum(prompts_in(stages).values())
+
+
+def test_what_a_weight_leaves_out_may_come_from_another_source(tmp_path):
+    rows = [{"prompt": f"q{i}"} for i in range(100)]
+    stages, ledger = collect(tmp_path, rows, rows, weights=["0.5"], drop_duplicates=True)
+    assert prompts_in(stages) + prompts_in(stages, "eval") == Counter(f"q{i}" for i in range(100))
+    assert sum(sum(entry["used"].values()) for entry in ledger) == 100
+
+
+def test_a_source_of_one_stage_feeds_that_stage_only(tmp_path):
+    pairs = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(60)]
+    more = [{"prompt": f"r{i}", "chosen": "a", "rejected": "b"} for i in range(60)]
+    stages, ledger = collect(tmp_path, pairs, more, own=["preference"], rule=split.Rule((1, 0, 1), (), 0))
+    assert len(stages["preference"]["train"]) == 60, "the share of --split is for the other sources"
+    assert {row["prompt"][0]["content"][0] for row in stages["preference"]["train"]} == {"r"}
+    assert [entry["stage"] for entry in ledger] == [None, "preference"]
+    stages, ledger = collect(tmp_path, pairs, pairs[:30], own=["preference"], rule=split.Rule((1, 0, 0), (), 0))
+    assert not stages["preference"]["train"], "a prompt never serves two stages"
+    assert ledger[1]["set_aside"]["its prompt serves sft already, through another row"]["rows"] == 30
+    texts = [{"text": "abc"}]
+    _, ledger = collect(tmp_path, pairs, texts, own=["prompts"])
+    assert list(ledger[1]["set_aside"]) == ["a row of the form 'text' cannot serve prompts"]
+
+
+WEIGHT = st.sampled_from(["0.3", "1", "2.5"])
+
+
+@QUICK
+@given(first=ROWS, second=ROWS, more=ROWS, w=WEIGHT, v=WEIGHT)
+def test_weights_lose_no_row_and_add_no_prompt_to_a_second_place(tmp_path, first, second, more, w, v):
+    try:
+        stages, ledger = collect(tmp_path, first, second, weights=[w, v])
+    except UserError as error:
+        assert "no row is left" in str(error)
+        return
+    assert all(len(places) == 1 for places in prompts_of(stages).values())
+    written = Counter()
+    for entry, rows, weight in zip(ledger, (first, second), (w, v), strict=True):
+        aside = sum(reason["rows"] for reason in entry["set_aside"].values())
+        assert sum(entry["used"].values()) + aside == entry["rows"] == len(rows)
+        for place, n in entry["written"].items():
+            low, high = (1, 1) if place.endswith("eval") else (int(float(weight)) or 1, -int(-float(weight) // 1))
+            assert low * entry["used"][place] <= n <= high * entry["used"][place]
+        written.update(entry["written"])
+    found = {f"{stage}/{part}": len(rows) for stage, parts in stages.items() for part, rows in parts.items() if rows}
+    assert dict(written) == found
+    after, _ = collect(tmp_path, first, [*second, *more], weights=[w, v])
+    for stage, parts in stages.items():
+        for part, kept in parts.items():
+            assert after[stage][part][: len(kept)] == kept
+
+
+@QUICK
+@given(first=ROWS, second=ROWS, w=WEIGHT, stage=st.sampled_from(split.formats.STAGES))
+def test_nor_do_sources_of_one_stage(tmp_path, first, second, w, stage):
+    try:
+        stages, ledger = collect(tmp_path, first, second, weights=["1", w], own=[stage])
+    except UserError as error:
+        assert "no row is left" in str(error)
+        return
+    assert all(len(places) == 1 for places in prompts_of(stages).values())
+    assert {place.split("/")[0] for place in ledger[1]["used"]} <= {stage}
+    for entry, rows in zip(ledger, (first, second), strict=True):
+        aside = sum(reason["rows"] for reason in entry["set_aside"].values())
+        assert sum(entry["used"].values()) + aside == entry["rows"] == len(rows)

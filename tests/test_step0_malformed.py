@@ -1,0 +1,415 @@
+"""Malformed inputs, each with the exact words step 0 has for it, and odd ones that are fine and must not be altered."""
+
+import gzip
+import io
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common import cli
+from common.errors import UserError
+from step0_data import files, formats, prepare
+
+GOOD = b'{"prompt": "one", "chosen": "a", "rejected": "b"}\n'
+LAST = b'{"prompt": "two", "chosen": "a", "rejected": "b"}\n'
+CSV = b"prompt,completion\none,a\n"
+
+
+def lines(middle: bytes) -> bytes:
+    return GOOD + middle + LAST
+
+
+def row(**columns) -> bytes:
+    return json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"} | columns).encode() + b"\n"
+
+
+def chat(*roles: str) -> bytes:
+    return json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]}).encode() + b"\n"
+
+
+def parquet(*prompts: bytes) -> bytes:
+    """Its strings are not checked: parquet files hold bytes that are no text when other programs write them."""
+    file, column = io.BytesIO(), pa.array(prompts, pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": column, "completion": ["a"] * len(prompts)}), file)
+    return file.getvalue()
+
+
+def run(monkeypatch, *words) -> int:
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, words)])
+    return cli.run(prepare.main)
+
+
+def ledger_of(folder) -> dict:
+    (entry,) = json.loads((folder / "manifest.json").read_text())["sources"]
+    return entry
+
+
+def rejected_in(folder) -> list[dict]:
+    path = folder / "rejected.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+ROWS = {  # file: content, place, reason, fix
+    "not_json.jsonl": (lines(b"nonsense\n"), "line 2",
+        "broken JSON (Expecting value)", "mend the line at column 1"),
+    "python_dict.jsonl": (lines(b"{'prompt': 'q'}\n"), "line 2",
+        "broken JSON (Expecting property name enclosed in double quotes)", "mend the line at column 2"),
+    "two_on_a_line.jsonl": (lines(GOOD.strip() + LAST), "line 2",
+        "broken JSON (Extra data)", "mend the line at column 50"),
+    "open_string.jsonl": (lines(b'{"prompt": "q, "completion": "a"}\n'), "line 2",
+        "broken JSON (Expecting ',' delimiter)", "mend the line at column 17"),
+    "control.jsonl": (lines(b'{"prompt": "a\tb", "completion": "a"}\n'), "line 2",
+        "broken JSON (Invalid control character at)", "mend the line at column 14"),
+    "nul.jsonl": (lines(b'{"prompt": "a\0b", "completion": "a"}\n'), "line 2",
+        "holds NUL bytes", "remove them or the line; files end so when the machine goes down"),
+    "nuls_at_the_end.jsonl": (GOOD + LAST + b"\0" * 64, "line 3",
+        "holds NUL bytes", "remove them or the line; files end so when the machine goes down"),
+    "cut.jsonl": (GOOD + LAST + b'{"prompt": "q", "comple', "line 3",
+        "the last line is cut off", "get the whole file, or remove the line"),
+    "cut_in_a_character.jsonl": (GOOD + LAST + '{"prompt": "é'.encode()[:-1], "line 3",
+        "the last line is cut off", "get the whole file, or remove the line"),
+    "latin1.jsonl": (lines('{"prompt": "café", "completion": "a"}\n'.encode("latin-1")), "line 2",
+        "undecodable bytes, not UTF-8", "save the file as UTF-8 (byte 0xe9 is the first that is not)"),
+    "gbk.jsonl": (lines('{"prompt": "你好", "completion": "a"}\n'.encode("gbk")), "line 2",
+        "undecodable bytes, not UTF-8", "save the file as UTF-8 (byte 0xc4 is the first that is not)"),
+    "cesu.jsonl": (lines(b'{"prompt": "\xed\xa0\xbd", "completion": "a"}\n'), "line 2",
+        "undecodable bytes, not UTF-8", "save the file as UTF-8 (byte 0xed is the first that is not)"),
+    "deep.jsonl": (lines(b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}\n"), "line 2",
+        "broken JSON (nested too deeply)", "make it flatter"),
+    "digits.jsonl": (lines(b'{"prompt": "q", "n": ' + b"1" * 5000 + b"}\n"), "line 2",
+        "broken JSON (a number of thousands of digits)", "write it as a string"),
+    "twice.jsonl": (lines(b'{"prompt": "q", "chosen": "a", "rejected": "b", "prompt": "r"}\n'), "line 2",
+        "a name stands twice in one object", "keep one 'prompt'"),
+    "a_list.jsonl": (lines(b'["prompt", "q"]\n'), "line 2",
+        "a row is a list, not an object with named columns", "wanted one object a row"),
+    "a_string.jsonl": (lines(b'"prompt"\n'), "line 2",
+        "a row is a str, not an object with named columns", "wanted one object a row"),
+    "a_number.jsonl": (lines(b"17\n"), "line 2",
+        "a row is a int, not an object with named columns", "wanted one object a row"),
+    "null.jsonl": (lines(b"null\n"), "line 2",
+        "a row is a NoneType, not an object with named columns", "wanted one object a row"),
+    "empty_prompt.jsonl": (lines(row(prompt=[])), "line 2",
+        "there is no prompt: chosen and rejected share no beginning", "add a prompt column"),
+    "blank_prompt.jsonl": (lines(row(prompt="  ")), "line 2",
+        "the prompt is empty: no user turn with text", "give the row a prompt"),
+    "empty_chosen.jsonl": (lines(row(chosen="")), "line 2",
+        "chosen is an empty answer", "give it an answer or remove the row"),
+    "blank_rejected.jsonl": (lines(row(rejected=" \n")), "line 2",
+        "rejected is an empty answer", "give it an answer or remove the row"),
+    "kinds.jsonl": (lines(row(chosen=[{"role": "assistant", "content": "a"}])), "line 2",
+        "chosen and rejected are of different kinds", "make both strings or both lists of messages"),
+    "number_chosen.jsonl": (lines(row(chosen=5)), "line 2",
+        "chosen is a int", "wanted a list of messages"),
+    "margin.jsonl": (lines(row(margin="much")), "line 2",
+        "margin is 'much'", "wanted a number"),
+    "surrogate.jsonl": (lines(b'{"prompt": "q \\ud83d", "chosen": "a", "rejected": "b"}\n'), "line 2",
+        "a text holds half a surrogate pair, which is no character", "write the character whole"),
+    "surrogate_in_a_column.jsonl": (b'{"prompt": "one"}\n{"prompt": "q", "answer": "\\ud83d"}\n{"prompt": "two"}\n',
+        "line 2", "a further column holds half a surrogate pair, which is no character", "write the character whole"),
+    "no_answer.jsonl": (lines(chat("user")), "line 2",
+        "messages ends with a user turn", "end it with the assistant's answer"),
+    "ends_with_user.jsonl": (lines(chat("user", "assistant", "user")), "line 2",
+        "messages ends with a user turn", "end it with the assistant's answer"),
+    "begins_with_assistant.jsonl": (lines(chat("assistant", "assistant")), "line 2",
+        "the prompt is empty: no user turn with text", "give the row a prompt"),
+    "no_messages.jsonl": (lines(b'{"messages": "hello"}\n'), "line 2",
+        "messages is a str", "wanted a list of messages"),
+    "message_string.jsonl": (lines(b'{"messages": ["hello"]}\n'), "line 2",
+        "messages holds a str", "wanted messages: {role, content} or {from, value}"),
+    "content_null.jsonl": (lines(b'{"messages": [{"role": "user", "content": null}]}\n'), "line 2",
+        "messages has a message whose content is a NoneType", "wanted a string"),
+    "share_no_prefix.jsonl": (lines(b'{"chosen": "abc", "rejected": "xyz"}\n'), "line 2",
+        "there is no prompt: chosen and rejected share no beginning", "add a prompt column"),
+    "alpaca_output.jsonl": (lines(b'{"instruction": "q", "output": 7}\n'), "line 2",
+        "output is a int", "wanted the answer as a string"),
+    "empty_text.jsonl": (lines(b'{"text": " "}\n'), "line 2",
+        "text is empty", "give it some text"),
+    "number_text.jsonl": (lines(b'{"text": 3}\n'), "line 2",
+        "text is no string", "give it some text"),
+    "label.jsonl": (lines(b'{"prompt": "q", "completion": "a", "label": "maybe"}\n'), "line 2",
+        "label is 'maybe'", "wanted true or false"),
+    "short_row.csv": (CSV + b"two\nthree,c\n", "line 3",
+        "the row has more or fewer cells than the heading", "quote cells that hold commas or line breaks"),
+    "long_row.tsv": (b"prompt\tcompletion\none\ta\ntwo\tb\tc\n", "line 3",
+        "the row has more or fewer cells than the heading", "quote cells that hold commas or line breaks"),
+    "quote.csv": (CSV + b'"x"y,2\nthree,c\n', "line 3",
+        "broken CSV (',' expected after '\"')", "double the quotes inside a quoted cell"),
+    "latin1.csv": (CSV + b"caf\xe9,b\n", "line 3",
+        "undecodable bytes, not UTF-8", "save the file as UTF-8 (byte 0xe9 is the first that is not)"),
+    "utf8.parquet": (parquet(b"one", b"caf\xe9"), "row 2",
+        "undecodable bytes, not UTF-8", "save the file as UTF-8 (byte 0xe9 is the first that is not)"),
+    "latin1.json": (b'[{"prompt": "one"},\n {"prompt": "caf\xe9"}, {"prompt": "two"}]', "row 2",
+        "undecodable bytes, not UTF-8", "save the file as UTF-8 (byte 0xe9 is the first that is not)"),
+}  # fmt: skip
+
+FILES = {  # file: content, what is said of it
+    "open_quote.csv": (CSV + b'"two,b\nthree,c\n',
+        "PATH line 3: broken CSV (a quote that is never closed); close it"),
+    "broken_over_lines.csv": (CSV + b'"two\n"x,b\nthree,c\n',
+        "PATH line 4: broken CSV (',' expected after '\"'); mend it"),
+    "same_heading.csv": (b"prompt,prompt\none,a\n",
+        "PATH: two columns are called 'prompt'; rename one"),
+    "latin1_heading.csv": (b"caf\xe9,prompt\none,a\n",
+        "PATH line 1: undecodable bytes, not UTF-8; save the file as UTF-8 (byte 0xe9 is the first "
+        "that is not)"),
+    "no.parquet": (b"PAR1 no",
+        "PATH: not a readable parquet file (Parquet file size is 7 bytes, smaller than the minimum "
+        "file footer (8 bytes)); get it again"),
+    "cut.parquet": (parquet(b"one")[:-30],
+        "PATH: not a readable parquet file (Parquet magic bytes not found in footer. Either the "
+        "file is corrupted or this is not a parquet file.); get it again"),
+    "no.arrow": (b"nothing",
+        "PATH: not a readable arrow file (File is too small: 7); get it again"),
+    "utf16.jsonl": (GOOD.decode().encode("utf-16"),
+        "PATH: is UTF-16, wanted UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"),
+    "utf16.csv": (CSV.decode().encode("utf-16"),
+        "PATH: is UTF-16, wanted UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"),
+    "packed.jsonl": (gzip.compress(GOOD),
+        "PATH: is packed by gzip, which its name does not say; end the name in .gz"),
+    "zip.jsonl": (b"PK\x03\x04....",
+        "PATH: is a zip archive; unpack it"),
+    "no.jsonl.gz": (b"no gzip",
+        "PATH: cannot be read (Not a gzipped file (b'no'))"),
+    "cut.jsonl.gz": (gzip.compress(GOOD * 3)[:-12],
+        "PATH: the gzip file ends early, it was cut off; get the whole file"),
+    "flipped.jsonl.gz": (gzip.compress(GOOD)[:-6] + b"xxxxxx",
+        "PATH: cannot be read (CRC check failed 0x7878cb71 != 0x1ec3cb71)"),
+    "broken.json": (b'[{"prompt": "one"},\n {"prompt" "two"}]',
+        "PATH line 2 column 12: broken JSON (Expecting ':' delimiter); mend the file there"),
+    "cut.json": (b'[{"prompt": "one"},\n {"prompt": "two"',
+        "PATH line 2 column 18: broken JSON (the file ends too early, it was cut off); mend the file there"),
+    "cut_between.json": (b'[{"prompt": "one"},\n {"prompt": "two"}\n',
+        "PATH line 3 column 1: broken JSON (the file ends too early, it was cut off); mend the file there"),
+    "twice.json": (b'[{"prompt": "one"}, {"a": [{"b": 1, "b": 2}]}]',
+        "PATH row 2: 'b' stands twice in one object; keep one"),
+    "twice_inside.json": (b'{"data": [{"prompt": "one", "prompt": "two"}]}',
+        "PATH: 'prompt' stands twice in one object; keep one"),
+    "no_comma.json": (b'[{"prompt": "one"} {"prompt": "two"}]',
+        "PATH line 1 column 20: broken JSON (Expecting ',' delimiter); mend the file there"),
+    "more.json": (b'[{"prompt": "one"}]\n[{"prompt": "two"}]',
+        "PATH line 2 column 1: broken JSON (Extra data); mend the file there"),
+    "a_number.json": (b"3",
+        "PATH: holds one int, wanted a list of rows"),
+    "empty.json": (b" \n",
+        "PATH: is empty, wanted a list of rows"),
+    "object_cut.json": (b'{"data": [{"prompt": "one"}\n',
+        "PATH line 2 column 1: broken JSON (the file ends too early, it was cut off); mend the file there"),
+    "deep.json": (b'[{"prompt": "one"}, ' + b"[" * 100000 + b"]" * 100000 + b"]",
+        "PATH row 2: broken JSON (nested too deeply); mend or remove the row"),
+    "empty.jsonl": (b"\n\n",
+        "no row is left from PATH: the sources hold no rows"),
+    "empty.csv": (b"prompt,completion\n",
+        "no row is left from PATH: the sources hold no rows"),
+}  # fmt: skip
+
+FEWER = {"long_row.tsv": 1, "latin1.csv": 1, "utf8.parquet": 1}  # good rows beside the bad one; the others have two
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_bad_row_stops_with_these_words_or_is_set_aside_with_its_reason(tmp_path, monkeypatch, capsys, name):
+    content, place, reason, fix = ROWS[name]
+    path, out = tmp_path / name, tmp_path / "data"
+    path.write_bytes(content)
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out) == 2
+    aside = "or set such rows aside with --on_bad_row skip"
+    assert capsys.readouterr().err == f"error: {path} {place}: {reason}; {fix}; {aside}\n"
+    assert not out.exists()
+
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, "--on_bad_row", "skip") == 0
+    entry, (rejected,) = ledger_of(out), rejected_in(out)
+    assert entry["set_aside"] == {reason: {"rows": 1, "first": f"{path} {place}"}} and entry["rejected"] == 1
+    assert sum(entry["used"].values()) == FEWER.get(name, 2) == entry["rows"] - 1
+    assert {**rejected, "row": ""} == {
+        "source": str(path), "where": f"{path} {place}", "reason": reason, "fix": fix, "row": ""
+    }  # fmt: skip
+    assert rejected["row"] is not None or name == "null.jsonl"
+    assert "of these are bad rows: see rejected.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("skip", [[], ["--on_bad_row", "skip"]])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_trusted_stops_with_these_words(tmp_path, monkeypatch, capsys, name, skip):
+    content, message = FILES[name]
+    path, out = tmp_path / name, tmp_path / "data"
+    path.write_bytes(content)
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, *skip) == 2
+    assert capsys.readouterr().err == f"error: {message.replace('PATH', str(path))}\n"
+    assert not out.exists()
+
+
+def test_what_is_rejected_stands_there_as_it_was_in_the_file(tmp_path, monkeypatch):
+    path, out = tmp_path / "a.jsonl", tmp_path / "data"
+    half = {"prompt": "你 \ud83d", "chosen": "a", "rejected": "b"}
+    texts = [b'{"prompt": "\xe9"}', "{'你': 1}".encode(), json.dumps(half).encode(), b'{"foo": NaN}', b"[1, 2]"]
+    path.write_bytes(b"".join(GOOD + text + b"\r\n" for text in texts))
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, "--on_bad_row", "skip") == 0
+    content = (out / "rejected.jsonl").read_bytes()
+    assert "{'你': 1}".encode() in content and b"\\ud83d" in content and b"NaN" not in content.replace(b"nan", b"")
+    rows = [entry["row"] for entry in rejected_in(out)]
+    assert rows == [repr(texts[0] + b"\r\n"), "{'你': 1}", half, "{'foo': nan}", [1, 2]]
+    assert [entry["where"] for entry in rejected_in(out)] == [f"{path} line {n}" for n in (2, 4, 6, 8, 10)]
+
+
+def test_reasons_that_quote_the_rows_do_not_fill_the_ledger(tmp_path, monkeypatch):
+    path, out = tmp_path / "a.jsonl", tmp_path / "data"
+    odd = b"".join(json.dumps({f"name {i}\n\ud800" + "x" * 5000: 1}).encode() + b"\n" for i in range(150))
+    path.write_bytes(lines(odd))
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, "--on_bad_row", "skip") == 0
+    aside = ledger_of(out)["set_aside"]
+    assert len(aside) == 21 and aside["other reasons"]["rows"] == 130 and max(map(len, aside)) < 210
+    assert "unknown form with the columns name 0 \\ud800xxx" in list(aside)[1]
+    assert len(rejected_in(out)) == ledger_of(out)["rejected"] == 150
+
+
+# Odd, and fine --------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "  spaces around  ", "tabs\tand\r\nlines\n\n", "\u2028line\u2029paragraph\x85next",
+    "nul \0 inside",
+    "\x1b[31mred\x7f", "emoji 👩‍🚀🏽 and flags 🇨🇳",
+    "עברית and العربية \u202e!",
+    "ＦＵＬＬ　ｗｉｄｔｈ，。", "é is e\u0301, not é",
+    "\ufeffa mark inside", "\ufffd is a character", "𝒳 beyond the first plane \U0010ffff",
+    '"quotes", \\ and \\n, {"json": [1]}', "ﬁ ½ Ω ß",
+    "=1+1", "1e999", "null", "NaN", "007", "Human: a\n\nAssistant b",
+]  # fmt: skip
+
+
+def read_back(folder) -> list[tuple[str, str]]:
+    rows = [row for part in ("train", "eval") for row in pq.read_table(folder / f"sft/{part}.parquet").to_pylist()]
+    return sorted(tuple(m["content"] for m in row["messages"]) for row in rows)
+
+
+def as_csv(rows: list[dict], delimiter: str) -> bytes:
+    cells = [list(rows[0]), *(row.values() for row in rows)]
+    text = "\r\n".join(delimiter.join('"' + cell.replace('"', '""') + '"' for cell in line) for line in cells)
+    return (text + "\r\n").encode("utf-8-sig")
+
+
+def as_lines(rows: list[dict], ascii: bool) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=ascii) + "\n" for row in rows).encode()
+
+
+KINDS = {
+    "raw.jsonl": lambda rows: as_lines(rows, False),
+    "escaped.jsonl": lambda rows: as_lines(rows, True),
+    "windows.jsonl": lambda rows: b"\xef\xbb\xbf" + as_lines(rows, False).replace(b"\n", b"\r\n \t\r\n"),
+    "put_together.ndjson": lambda rows: b"".join(b"\xef\xbb\xbf" + as_lines([row], False) for row in rows),
+    "no_last_line_feed.jsonl.gz": lambda rows: gzip.compress(as_lines(rows, False).rstrip()),
+    "members.jsonl.gz": lambda rows: b"".join(gzip.compress(as_lines([row], False)) for row in rows),
+    "list.json": lambda rows: json.dumps(rows, ensure_ascii=False, indent=2).encode("utf-8-sig"),
+    "list.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
+    "wrapped.json": lambda rows: json.dumps({"data": rows}).encode(),
+    "lines.json": lambda rows: as_lines(rows, False),
+    "table.csv": lambda rows: as_csv(rows, ","),
+    "table.tsv": lambda rows: as_csv(rows, "\t"),
+    "table.csv.gz": lambda rows: gzip.compress(as_csv(rows, ",")),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_arrives_exactly_as_it_stands_in_the_file(tmp_path, monkeypatch, name):
+    rows = [{"instruction": f"{i} {text}", "output": text} for i, text in enumerate(TEXTS)]
+    path, out = tmp_path / name, tmp_path / "data"
+    path.write_bytes(KINDS[name](rows))
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, "--eval_fraction", 0.3) == 0
+    assert read_back(out) == sorted(tuple(row.values()) for row in rows)
+    assert ledger_of(out)["rows"] == len(TEXTS) and not ledger_of(out)["set_aside"]
+
+
+def test_a_line_of_50_mb_and_its_neighbours_arrive_whole(tmp_path, monkeypatch):
+    long = "a long answer 你好 " * (50_000_000 // 20)
+    rows = [{"instruction": f"q{i}", "output": text} for i, text in enumerate(["short", long, "short too"])]
+    path, out = tmp_path / "a.jsonl", tmp_path / "data"
+    path.write_bytes(as_lines(rows, False))
+    assert path.stat().st_size > 50_000_000
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, "--eval_fraction", 0) == 0
+    got = [row["messages"][1]["content"] for row in pq.read_table(out / "sft/train.parquet").to_pylist()]
+    assert got == ["short", long, "short too"]
+    assert (out / "preview.md").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("eval_fraction", [0, 0.1])
+def test_further_columns_arrive_as_they_are_or_as_json(tmp_path, monkeypatch, capsys, eval_fraction):
+    """What parquet has no type for: objects without fields, numbers too large, a number here and an object there."""
+    path, out = tmp_path / "a.jsonl", tmp_path / "data"
+    rows = [
+        {"prompt": f"q{i}", "empty": {}, "nested": {"a": {}}, "large": 10**30 + i, "late": i if i < 2500 else {"a": i},
+         "halves": i if i < 1500 else i + 0.5, "exact": 2**60 + 1 if i == 7 else i / 2 if i > 1500 else i, "list": [],
+         "chosen": "a", "text": None, "fields": {f"f{i // 1500}": i}, "prompt ": "kept"}
+        for i in range(3000)
+    ]  # fmt: skip
+    path.write_bytes(as_lines(rows, False))
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, "--eval_fraction", eval_fraction) == 0
+    printed = capsys.readouterr().out
+    as_text = {"empty", "nested", "large", "late", "exact"}
+    assert {line.split("'")[1] for line in printed.splitlines() if line.startswith("note: the column")} == as_text
+    tables = [pq.read_table(path) for path in sorted(out.glob("prompts/*.parquet"))]
+    assert tables[0].schema == tables[-1].schema and len(tables) == 1 + bool(eval_fraction)
+    got = {row["prompt"][0]["content"]: row for table in tables for row in table.to_pylist()}
+    assert len(got) == 3000
+    for row in rows:
+        found = got[row["prompt"]]
+        assert {name: json.loads(found[name]) for name in as_text} == {name: row[name] for name in as_text}
+        assert {k: v for k, v in found["fields"].items() if v is not None} == row["fields"]
+        for name in ("halves", "list", "chosen", "text", "prompt "):
+            assert found[name] == row[name]
+
+
+# By machine -----------------------------------------------------------------------------------------------------------
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@QUICK
+@given(
+    values=st.lists(JSON, max_size=8),
+    chunk=st.integers(1, 40),
+    indent=st.sampled_from([None, 1]),
+    escape=st.booleans(),
+)
+def test_a_json_list_is_read_in_pieces_of_any_size(tmp_path, values, chunk, indent, escape):
+    path = tmp_path / "a.json"
+    text = json.dumps(values, indent=indent, ensure_ascii=escape)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_CHUNK", chunk)
+        found = [row.value for row in files.read_file(path)]
+        assert found == values
+        if values:  # cut anywhere: an error with a place, whose line is right
+            path.write_bytes(text.encode("utf-8", "surrogatepass").rstrip()[:-1])
+            with pytest.raises(UserError, match="cut off|Expecting|broken JSON") as caught:
+                list(files.read_file(path))
+            assert f"line {text[:-1].count(chr(10)) + 1} " in str(caught.value)
+
+
+@QUICK
+@given(
+    parts=st.lists(st.sampled_from([GOOD, LAST, b"\n", b"{", b"\xff", b"\0", b'"', b"\xef\xbb\xbf", b"[1]\n",
+                                     b" \r\n"]), max_size=12),
+    noise=st.binary(max_size=5), at=st.integers(0, 400), name=st.sampled_from(["a.jsonl", "a.json", "a.csv", "a.tsv"]),
+)  # fmt: skip
+def test_bytes_of_any_kind_crash_nothing_and_lose_no_line(tmp_path, parts, noise, at, name):
+    content = b"".join(parts)
+    content = content[:at] + noise + content[at:]
+    (tmp_path / name).write_bytes(content)
+    try:
+        found = list(files.read_file(tmp_path / name))
+    except UserError as error:
+        assert str(error).startswith(str(tmp_path / name)) and "\n" not in str(error)
+        return
+    if name == "a.jsonl":
+        texts = [line.decode("utf-8", "replace") for line in content.split(b"\n")]
+        assert len(found) == sum(bool(text.removeprefix("\ufeff").strip()) for text in texts)
+    for entry in found:
+        assert (entry.raw is not None) <= isinstance(entry.value, formats.BadRow)
