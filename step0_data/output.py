@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from common.errors import UserError
 
 FORMAT_VERSION = 1
 _OURS = {"sft", "preference", "prompts", "pretrain", "base_model", "manifest.json", "preview.md"}
-_PREVIEW_ROWS, _PREVIEW_CHARS = 3, 1200
 _CONVERSATION = {"messages", "chosen", "rejected", "prompt"}
 
 
@@ -104,9 +102,9 @@ class OutputFolder:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def write_manifest(self, staging: Path, stages: dict, ledger: list[dict]) -> None:
+    def write_manifest(self, staging: Path, stages: dict, ledger: list[dict], page: str, warnings: list[str]) -> None:
         """preview.md and manifest.json; the manifest's `hash` is what models record as their data."""
-        checkpoint.atomic_write_text(staging / "preview.md", preview(stages, ledger))
+        checkpoint.atomic_write_text(staging / "preview.md", page)
         files = {
             p.relative_to(staging).as_posix(): checkpoint.hash_file(p) for p in sorted(staging.glob("*/*.parquet"))
         }
@@ -116,6 +114,7 @@ class OutputFolder:
             "stages": counts(stages),
             "files": files,
             "sources": ledger,
+            "warnings": warnings,
             "seed": self.settings["seed"],
             "args": self.settings,
             "code": self.code,
@@ -203,27 +202,6 @@ def summary(stages: dict, ledger: list[dict]) -> str:
         if entry["left_out"]:
             lines.append(f"  left out, being neither train nor test: {', '.join(entry['left_out'])}")
     return "\n".join(lines)
-
-
-def preview(stages: dict, ledger: list[dict]) -> str:
-    """A page to look at before training: counts, the ledger, a few rows of each file as they will be read."""
-    lines = ["# Prepared data", "", "```", summary(stages, ledger), "```", ""]
-    for stage, parts in stages.items():
-        for part, rows in parts.items():
-            if rows:
-                lines += [f"## {stage}/{part}: {len(rows)} rows", ""]
-            for row in rows[:_PREVIEW_ROWS]:
-                text = "\n".join(_render(name, value) for name, value in row.items())
-                text = text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + f" ... ({len(text)} characters)"
-                fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-                lines += [fence, text, fence, ""]
-    return "\n".join(lines)
-
-
-def _render(name: str, value) -> str:
-    if name in _CONVERSATION:
-        return "\n".join(f"[{name}] {m['role']}: {m['content']}" for m in value)
-    return f"[{name}] {value}"
 
 
 def next_command(folder: str, stages: dict, is_tiny: bool) -> str:
