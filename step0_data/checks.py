@@ -33,6 +33,7 @@ CUT_SHARE = 0.1  # of rows over a stage's default length
 LONG_ANSWER_SHARE = 0.5  # of answers over what step 3 samples by default
 ASIDE_SHARE = 0.01  # of rows the chat template or the stage cannot use
 AT_LEAST = 5  # rows, for any of these shares: fewer are an accident
+SEARCHED = 100_000  # characters of a text: of a longer one only the beginning is looked at
 
 # The stages' own defaults (a test holds them to their parsers), and what step 3 samples at most.
 LIMITS = {
@@ -43,7 +44,7 @@ LIMITS = {
 MAX_COMPLETION_LENGTH = 256
 
 _MARKER = re.compile(
-    r"^\s*(Human|User|Assistant|### ?Instruction|### ?Response|用户|助手|人类)\s*[:：]"
+    r"^[ \t]*(Human|User|Assistant|### ?Instruction|### ?Response|用户|助手|人类)[ \t]*[:：]"
     r"|<\|(im_start|im_end|eot_id|start_header_id|user|assistant)\|>|\[/?INST\]|<start_of_turn>",
     re.MULTILINE,
 )
@@ -77,6 +78,8 @@ class Tally:
         """Counts one row of the sample."""
         self.sampled += 1
         prompt, texts = parts_of(self.stage, row)
+        prompt = [m | {"content": m["content"][:SEARCHED]} for m in prompt]
+        texts = {name: text[:SEARCHED] for name, text in texts.items()}
         asked = _squeeze("\n".join(m["content"] for m in prompt if m["role"] != "assistant"))
         for name, text in texts.items():
             fingerprint = hashlib.sha256(text.encode()).digest()[:8], " ".join(text[:60].split())

@@ -177,10 +177,10 @@ def _uniform_columns(rows: list[dict]) -> dict:
 # What people read ----------------------------------------------------------------------------------------------------
 
 
-def summary(stages: dict, ledger: list[dict]) -> str:
+def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
     """The table of counts and the ledger."""
     lines = [f"{'stage':12}{'train':>8}{'eval':>8}"]
-    for stage, parts in counts(stages).items():
+    for stage, parts in counts.items():
         lines.append(f"{stage:12}{parts['train']:>8}{parts['eval']:>8}")
         if not parts["eval"]:
             lines.append(

@@ -103,7 +103,7 @@ def main() -> None:
             folder.write_manifest(staging, stages, ledger, page, warnings)
 
     # 5. What came out, and what to do next.
-    print(output.summary(stages, ledger))
+    print(output.summary(output.counts(stages), ledger))
     if is_tiny:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")

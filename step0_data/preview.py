@@ -52,10 +52,13 @@ def page(folder: Path, ledger: list[dict], tokenizer=None) -> tuple[str, list[st
     tallies = [tally for tally, _ in read]
     warnings += checks.warnings(tallies)
 
-    counts = {tally.stage: {"train": range(0), "eval": range(0)} for tally in tallies}
+    counts = {tally.stage: dict.fromkeys(_SHOWN, 0) for tally in tallies}
     for tally in tallies:
-        counts[tally.stage][tally.part] = range(tally.rows)
-    rows = [(tally, [(number, _pieces(tally.stage, row, tokenizer)) for number, row in shown]) for tally, shown in read]
+        counts[tally.stage][tally.part] = tally.rows
+    rows = [
+        (tally, [(number, _shortened(_pieces(tally.stage, row, tokenizer))) for number, row in shown])
+        for tally, shown in read
+    ]
     marks = _marks(text for _, shown in rows for _, pieces in shown for text, _ in pieces)
     blocks = ["# Prepared data", _warned(warnings), _fenced(output.summary(counts, ledger)), *_lengths(tallies)]
     for tally, shown in rows:
@@ -87,7 +90,7 @@ def _read(path: Path, tokenizer) -> tuple[checks.Tally, list[tuple[int, dict]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path)
+    file = pq.ParquetFile(path, pre_buffer=False)  # which would keep all that was read
     tally = checks.Tally(path.parent.name, path.stem, file.metadata.num_rows)
     others = random.Random(tally.name).sample(range(1, tally.rows), min(tally.rows, _SAMPLE) - 1)
     sample = [0, *others]
@@ -176,7 +179,7 @@ def _pieces(stage: str, row: dict, tokenizer) -> Pieces:
         try:
             return _through_template(stage, row, tokenizer)
         except chat_format.RowError as error:
-            return [(f"(the stage will set this row aside: {error})", False), *_turns(stage, row)]
+            return [(f"(the stage will set this row aside: {error})\n", False), *_turns(stage, row)]
     return _turns(stage, row)
 
 
@@ -191,7 +194,7 @@ def _turns(stage: str, row: dict) -> Pieces:
             pieces += [(f"\n[{name}] {message['role']}: ", False), (message["content"], is_trained)]
         if stage == "prompts" and name == "prompt":
             pieces += [("\n[sampled] assistant: ", False), ("", True)]
-    return pieces
+    return [(pieces[0][0].lstrip("\n"), False), *pieces[1:]]
 
 
 def _through_template(stage: str, row: dict, tokenizer) -> Pieces:
@@ -231,7 +234,8 @@ def _marks(texts: Iterable[str]) -> tuple[str, str]:
     return "⟦" * (longest + 1), "⟧" * (longest + 1)
 
 
-def _drawn(pieces: Pieces, marks: tuple[str, str]) -> str:
+def _shortened(pieces: Pieces) -> Pieces:
+    """Without the middle of long texts and long dialogues, and without what only a terminal understands."""
     left_out = (len(pieces) - _PIECES + 1) // 2 * 2  # whole turns
     if left_out > 0:
         pieces = [*pieces[:2], (f"\n... turns not shown: {left_out // 2} ...", False), *pieces[2 + left_out :]]
@@ -240,9 +244,12 @@ def _drawn(pieces: Pieces, marks: tuple[str, str]) -> str:
         if len(text) > _PIECE:
             tail = _PIECE // 4
             text = f"{text[: _PIECE - tail]} ... {len(text) - _PIECE:,} characters are not shown ... {text[-tail:]}"
-        text = _UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
-        texts.append(f"{marks[0]}{text}{marks[1]}" if is_trained else text)
-    return "".join(texts).strip("\n")
+        texts.append((_UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), text), is_trained))
+    return texts
+
+
+def _drawn(pieces: Pieces, marks: tuple[str, str]) -> str:
+    return "".join(f"{marks[0]}{text}{marks[1]}" if is_trained else text for text, is_trained in pieces)
 
 
 def _fenced(text: str) -> str:

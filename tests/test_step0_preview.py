@@ -215,27 +215,20 @@ def test_answers_that_begin_the_same_way():
     assert 'begin with "对不起，我"' in line
 
     def sides(chosen, rejected):
+        """20 pairs, of which the first few have a chosen, or a rejected, answer with this opening."""
+        start = "It is sad but true:"
         return [
             pair(
                 f"{i}!",
-                f"It is sad but true{i}" if i < chosen else f"c{i} so",
-                f"It is sad but true, {i}!" if i < rejected else f"r{i} so",
+                f"{start} {i}" if i < chosen else f"c{i} so",
+                f"{start} no, {i}" if i < rejected else f"r{i} so",
             )
             for i in range(20)
         ]
 
-    start = 'preference/train: 8 of 20 chosen answers (40.0%) begin with "It is sad but true'
-    assert warned(
-        "preference",
-        [row | {"chosen": [bot(row["chosen"][0]["content"].replace("true", "true "))]} for row in sides(8, 4)],
-    )[0].startswith(start)
-    assert (
-        warned(
-            "preference",
-            [row | {"chosen": [bot(row["chosen"][0]["content"].replace("true", "true, "))]} for row in sides(8, 5)],
-        )
-        == []
-    )
+    (line,) = warned("preference", sides(8, 4))
+    assert '8 of 20 chosen answers (40.0%) begin with "It is sad but true:", and 4 rejected ones' in line
+    assert warned("preference", sides(8, 5)) == []
     assert any("8 of 20 rejected answers" in line for line in warned("preference", sides(0, 8)))
 
 
@@ -320,7 +313,7 @@ def test_rows_the_template_refuses_are_counted_and_shown(tmp_path):
     (line,) = [line for line in warnings if "will set aside" in line]
     assert "5 of 6 rows (83.3%) with this chat template (5 of them: the chat template refuses the conversation)" in line
     assert "(the stage will set this row aside: the chat template refuses the conversation" in text
-    assert "[messages] system: Be kind." in text
+    assert ")\n[messages] system: Be kind.\n[messages] user: Hi\n" in text
 
 
 def test_a_huge_row_is_too_long_without_being_tokenised(tmp_path):
@@ -384,6 +377,11 @@ def test_texts_that_hold_the_marks_fences_or_control_characters(tmp_path):
         in text
     )
     assert "between ⟦⟦⟦ and ⟧⟧⟧" in text
+
+
+def test_a_text_of_brackets_alone_does_not_swell_the_page(tmp_path):
+    text, _ = preview.page(write(tmp_path, sft=[sft("?", "⟦" * 100_000)]), [])
+    assert len(text) < 10_000
 
 
 def test_long_texts_and_dialogues_are_cut_in_the_middle(tmp_path):
