@@ -296,12 +296,10 @@ def test_rows_over_the_default_lengths(tmp_path):
 
 def test_answers_longer_than_step_3_samples(tmp_path):
     """255 letters and the turn end are 256 tokens."""
-    rows = [sft(f"{i}", f"{i}".ljust(256, "x")) for i in range(5)] + [
-        sft(f"{i}", f"{i}".ljust(255, "x")) for i in range(5)
-    ]
-    _, warnings = preview.page(write(tmp_path / "a", sft=rows), [], characters())
-    assert any("5 of 10 answers (50.0%) are longer than the 256 tokens" in line for line in warnings)
-    _, warnings = preview.page(write(tmp_path / "b", sft=rows[1:]), [], characters())
+    long, short = ([sft(f"{i}", f"{i}".ljust(n, "x")) for i in range(11)] for n in (256, 255))
+    _, warnings = preview.page(write(tmp_path / "a", sft=long[:10] + short[:10]), [], characters())
+    assert any("10 of 20 answers (50.0%) are longer than the 256 tokens" in line for line in warnings)
+    _, warnings = preview.page(write(tmp_path / "b", sft=long[:10] + short), [], characters())
     assert not any("256 tokens" in line for line in warnings)
 
 
