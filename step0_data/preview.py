@@ -28,6 +28,12 @@ _TRAINS = {
     "prompts": "Step 3 samples an answer where {0}{1} stands; other columns go to reward functions.",
     "pretrain": "Text for a pretraining mix, {0} to {1}; there are no turns.",
 }
+_CONVERSATIONS = {
+    "sft": ("messages",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt",),
+    "pretrain": (),
+}
 # Printed as \x1b and the like: they would move the cursor or turn the line's direction in whoever reads the page.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
@@ -186,11 +192,11 @@ def _pieces(stage: str, row: dict, tokenizer) -> Pieces:
 def _turns(stage: str, row: dict) -> Pieces:
     pieces = []
     for name, value in row.items():
-        if name not in ("messages", "prompt", "chosen", "rejected"):
+        if name not in _CONVERSATIONS[stage]:  # prompts may have any other column, of any of these names too
             pieces += [(f"\n[{name}] ", False), (str(value), stage == "pretrain")]
             continue
         for message in value:
-            is_trained = name in ("chosen", "rejected") or (name == "messages" and message["role"] == "assistant")
+            is_trained = name in ("chosen", "rejected") or (stage == "sft" and message["role"] == "assistant")
             pieces += [(f"\n[{name}] {message['role']}: ", False), (message["content"], is_trained)]
         if stage == "prompts" and name == "prompt":
             pieces += [("\n[sampled] assistant: ", False), ("", True)]
@@ -200,7 +206,7 @@ def _turns(stage: str, row: dict) -> Pieces:
 def _through_template(stage: str, row: dict, tokenizer) -> Pieces:
     if stage == "sft":
         return _spans(tokenizer, row["messages"])
-    extra = {name: value for name, value in row.items() if name not in ("prompt", "chosen", "rejected")}
+    extra = {name: value for name, value in row.items() if name not in _CONVERSATIONS[stage]}
     after = [(f"\n[{name}] {value}", False) for name, value in extra.items()]
     if stage == "prompts":
         return [(_decode(tokenizer, chat_format.encode_prompt(tokenizer, row["prompt"])), False), ("", True), *after]

@@ -71,8 +71,10 @@ def write(folder, **stages):
         (folder / stage).mkdir(parents=True)
         for part, some in zip(("train", "eval"), rows if isinstance(rows, tuple) else (rows, []), strict=True):
             if some:
-                kinds = {"messages": MESSAGES, "prompt": MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES}
-                columns = {name: pa.array([row[name] for row in some], kinds.get(name)) for name in some[0]}
+                columns = {}
+                for name, value in some[0].items():
+                    kind = MESSAGES if isinstance(value, list) else None
+                    columns[name] = pa.array([row[name] for row in some], kind)
                 pq.write_table(pa.table(columns), folder / stage / f"{part}.parquet")
     return folder
 
@@ -340,14 +342,14 @@ def test_what_is_trained_stands_between_marks(tmp_path):
     rows = {
         "sft": [sft("Hi", "Hello", "Why?", "So.")],
         "preference": [pair("Hi", "Yes", "No") | {"margin": 0.5}],
-        "prompts": [{"prompt": [user("Hi"), bot("Oh"), user("2?")], "answer": "4"}],
+        "prompts": [{"prompt": [user("Hi"), bot("Oh"), user("2?")], "answer": "4", "chosen": 1}],
         "pretrain": [{"text": "Once."}],
     }
     text, _ = preview.page(write(tmp_path, **rows), [])
     for shown in (
         "[messages] user: Hi\n[messages] assistant: ⟦Hello⟧\n[messages] user: Why?\n[messages] assistant: ⟦So.⟧",
         "[prompt] user: Hi\n[chosen] assistant: ⟦Yes⟧\n[rejected] assistant: ⟦No⟧\n[margin] 0.5",
-        "[prompt] user: Hi\n[prompt] assistant: Oh\n[prompt] user: 2?\n[sampled] assistant: ⟦⟧\n[answer] 4",
+        "[prompt] user: Hi\n[prompt] assistant: Oh\n[prompt] user: 2?\n[sampled] assistant: ⟦⟧\n[answer] 4\n[chosen] 1",
         "[text] ⟦Once.⟧",
     ):
         assert f"\n```\n{shown}\n```\n" in text
@@ -355,7 +357,7 @@ def test_what_is_trained_stands_between_marks(tmp_path):
     for shown in (
         "<s>\n\nHuman: Hi\n\nAssistant:⟦ Hello</s>⟧\n\nHuman: Why?\n\nAssistant:⟦ So.</s>⟧",
         "[prompt] <s>\n\nHuman: Hi\n\nAssistant:\n[chosen] ⟦ Yes</s>⟧\n[rejected] ⟦ No</s>⟧\n[margin] 0.5",
-        "<s>\n\nHuman: Hi\n\nAssistant: Oh</s>\n\nHuman: 2?\n\nAssistant:⟦⟧\n[answer] 4",
+        "<s>\n\nHuman: Hi\n\nAssistant: Oh</s>\n\nHuman: 2?\n\nAssistant:⟦⟧\n[answer] 4\n[chosen] 1",
         "[text] ⟦Once.⟧",
     ):
         assert f"\n```\n{shown}\n```\n" in text
