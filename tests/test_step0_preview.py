@@ -1,6 +1,7 @@
 """preview.md and its warnings: each warning fires and stays silent just below its threshold; what a page shows."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -314,6 +315,15 @@ def test_rows_the_template_refuses_are_counted_and_shown(tmp_path):
     assert "5 of 6 rows (83.3%) with this chat template (5 of them: the chat template refuses the conversation)" in line
     assert "(the stage will set this row aside: the chat template refuses the conversation" in text
     assert ")\n[messages] system: Be kind.\n[messages] user: Hi\n" in text
+
+
+@pytest.mark.parametrize(("tokenised", "told"), [(500, True), (501, False)])
+def test_few_rows_that_the_template_refuses_are_no_warning(tokenised, told):
+    tally = checks.Tally("sft", "train", 1000, tokenised=tokenised, set_aside=Counter({"no": 3, "never": 2}))
+    lines = checks.warnings([tally, checks.Tally("sft", "eval", 25)])
+    assert ["set aside 5 of 500 sampled rows (1.0%) with this chat template (3 of them: no)" in x for x in lines] == (
+        [True] if told else []
+    )
 
 
 def test_a_huge_row_is_too_long_without_being_tokenised(tmp_path):
