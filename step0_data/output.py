@@ -4,18 +4,16 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from common import checkpoint
 from common.errors import UserError
-from step0_data.spool import CONVERSATION, Spool
+from step0_data.spool import Spool
 
 FORMAT_VERSION = 1
 _OURS = {"sft", "preference", "prompts", "pretrain", "base_model", "manifest.json", "preview.md", "rejected.jsonl"}
-_PREVIEW_CHARS = 1200
 
 
 class OutputFolder:
@@ -104,9 +102,9 @@ class OutputFolder:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def write_manifest(self, staging: Path, spool: Spool, ledger: list[dict]) -> None:
+    def write_manifest(self, staging: Path, spool: Spool, ledger: list[dict], page: str, warnings: list[str]) -> None:
         """preview.md and manifest.json; the manifest's `hash` is what models record as their data."""
-        checkpoint.atomic_write_text(staging / "preview.md", preview(spool, ledger))
+        checkpoint.atomic_write_text(staging / "preview.md", page)
         files = {
             p.relative_to(staging).as_posix(): checkpoint.hash_file(p) for p in sorted(staging.glob("*/*.parquet"))
         }
@@ -116,6 +114,7 @@ class OutputFolder:
             "stages": spool.counts(),
             "files": files,
             "sources": ledger,
+            "warnings": warnings,
             "seed": self.settings["seed"],
             "args": self.settings,
             "code": self.code,
@@ -132,14 +131,6 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
     lines = [f"{'stage':12}{'train':>8}{'eval':>8}"]
     for stage, parts in counts.items():
         lines.append(f"{stage:12}{parts['train']:>8}{parts['eval']:>8}")
-        if not parts["eval"]:
-            lines.append(
-                f"  note: no row of {stage} is kept for evaluation; more rows or a larger --eval_fraction help"
-            )
-        if not parts["train"]:
-            lines.append(
-                f"  note: every row of {stage} fell into eval; more rows or a smaller --eval_fraction give it some"
-            )
     for entry in ledger:
         forms = ", ".join(f"{form} {n}" for form, n in entry["forms"].items()) or "no form recognised"
         only = f" for {entry['stage']} only" if entry["stage"] else ""
@@ -159,27 +150,6 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
         if entry["left_out"]:
             lines.append(f"  left out, being neither train nor test: {', '.join(entry['left_out'])}")
     return "\n".join(lines)
-
-
-def preview(spool: Spool, ledger: list[dict]) -> str:
-    """A page to look at before training: counts, the ledger, a few rows of each file as they will be read."""
-    lines = ["# Prepared data", "", "```", summary(spool.counts(), ledger), "```", ""]
-    for stage, parts in spool.counts().items():
-        for part, size in parts.items():
-            if size:
-                lines += [f"## {stage}/{part}: {size} rows", ""]
-            for row in spool.first.get((stage, part), ()):
-                text = "\n".join(_render(name, value, CONVERSATION[stage]) for name, value in row.items())
-                text = text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + f" ... ({len(text)} characters)"
-                fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-                lines += [fence, text, fence, ""]
-    return "\n".join(lines)
-
-
-def _render(name: str, value, conversations: set[str]) -> str:
-    if name in conversations:
-        return "\n".join(f"[{name}] {m['role']}: {m['content']}" for m in value)
-    return f"[{name}] {value}"
 
 
 def next_command(folder: str, stages: dict, is_tiny: bool) -> str:

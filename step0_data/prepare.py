@@ -43,6 +43,9 @@ def parse_args(argv=None):
     group.add_argument("--split", type=cli.shares, default="2,4,4", metavar="S,P,R", help="shares of sft, preference and prompts in the rows that can serve several")
     group.add_argument("--stages", nargs="+", default=None, choices=formats.STAGES, help="feed only these stages; default: what each form of row feeds")
     group.add_argument("--eval_fraction", type=_fraction, default=0.05, help="share of prompts kept for evaluation, in every stage; not of sources with a test part of their own")
+    group = parser.add_argument_group("preview.md")
+    group.add_argument("--tokenizer", default=None, metavar="MODEL", help="folder or hub name: show lengths in tokens, and rows as this model will read them; default: text only (tiny: its base model)")
+    group.add_argument("--chat_template", default=None, metavar="NAME", help="built-in name or jinja file, for a --tokenizer without a template of its own")
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", default="data", metavar="DIR", help="where the data go")
     cli.add_switch(group, "--overwrite", False, "replace prepared data that are in --output_dir")
@@ -77,6 +80,13 @@ def main() -> None:
             "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
         )
 
+    if args.chat_template and not args.tokenizer:
+        raise UserError("--chat_template goes with --tokenizer MODEL: name the model whose tokens are to be shown")
+
+    from step0_data import preview
+
+    tokenizer = preview.load_tokenizer(args.tokenizer, args.chat_template) if args.tokenizer else None
+
     # 1. Look at what is there. The same request on the same files is done already; anything else is not overwritten.
     settings = {k: v for k, v in vars(args).items() if k not in ("output_dir", "overwrite", "config", "local_rank")}
     plans = [] if is_tiny else sources.plan(sources.inside(args.dataset, args.data_dir))
@@ -85,6 +95,7 @@ def main() -> None:
     with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
         if folder.already_done:
             print(f"{args.output_dir}: already done, with the same settings on the same files")
+            _print_warnings(folder.manifest["warnings"])
             print(output.next_command(args.output_dir, folder.manifest["stages"], is_tiny))
             return
         print(f"writing to {args.output_dir}")
@@ -132,14 +143,23 @@ def main() -> None:
                 from step0_data import tiny_model
 
                 tiny_model.write_base_model(staging / "base_model", texts, args.seed)
-            folder.write_manifest(staging, spool, ledger)
+                if tokenizer is None:
+                    tokenizer = preview.load_tokenizer(staging / "base_model", None)
+            page, warnings = preview.page(staging, ledger, tokenizer)
+            folder.write_manifest(staging, spool, ledger, page, warnings)
 
     # 5. What came out, and what to do next.
     print(output.summary(spool.counts(), ledger))
     if is_tiny:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"][: args.max_rows or None])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
+    _print_warnings(warnings)
     print(output.next_command(args.output_dir, spool.counts(), is_tiny))
+
+
+def _print_warnings(warnings: list[str]) -> None:
+    for line in warnings:
+        print(f"warning: {line}")
 
 
 def _columns(text: str) -> str:

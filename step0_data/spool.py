@@ -11,7 +11,6 @@ from pathlib import Path
 from step0_data.files import is_unicode
 from step0_data.formats import STAGES
 
-FIRST_ROWS = 3  # of each file that are remembered, for preview.md
 _BATCH_ROWS, _BATCH_CHARS = 1000, 2 << 20  # rows of a part that are Python objects at a time
 _GROUP_BYTES = 16 << 20  # of a row group of parquet
 CONVERSATION = {  # columns that are lists of messages
@@ -32,7 +31,6 @@ class Spool:
     def __init__(self, folder: Path):
         self.folder = folder
         self.rows: Counter[tuple[str, str]] = Counter()  # (stage, part)
-        self.first: dict[tuple[str, str], list[dict]] = {}  # a few rows of each, for preview.md
         self._kinds: dict[tuple[str, str], dict] = {}  # {column: arrow type, or None for JSON text}
         self._batch: dict[tuple[str, str], list[dict]] = {}
         self._chars: Counter[tuple[str, str]] = Counter()
@@ -45,8 +43,6 @@ class Spool:
         batch = self._batch.setdefault(place, [])
         batch.append(row)
         self._chars[place] += chars
-        if self.rows[place] <= FIRST_ROWS:
-            self.first.setdefault(place, []).append(row)
         if len(batch) >= _BATCH_ROWS or self._chars[place] >= _BATCH_CHARS:
             self._flush(place)
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common import checkpoint, cli
-from step0_data import prepare, toy
+from step0_data import prepare, preview, toy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,8 +66,9 @@ def test_tiny_writes_every_stage_and_a_manifest_that_matches(tiny):
     assert rows_of(tiny, "sft", "train") == made["sft"]["train"]
     assert rows_of(tiny, "preference", "eval") == made["preference"]["eval"]
     assert rows_of(tiny, "prompts", "eval") == made["prompts"]["eval"]
-    preview = (tiny / "preview.md").read_text()
-    assert "## preference/eval: 400 rows" in preview and "[chosen] assistant:" in preview
+    page = (tiny / "preview.md").read_text()
+    assert "## preference/eval: 400 rows" in page and "\n[chosen] ⟦ " in page and "\nNo warnings." in page
+    assert manifest["warnings"] == []
     assert not [p for p in tiny.iterdir() if p.name.startswith(".")]
 
 
@@ -226,6 +227,31 @@ def test_bad_rows_stop_or_are_set_aside_in_the_ledger(tmp_path, monkeypatch, cap
     assert "set aside: chosen is an empty answer" in (out / "preview.md").read_text()
 
 
+def test_warnings_are_printed_and_kept_and_a_model_shows_its_tokens(tiny, tmp_path, monkeypatch, capsys):
+    source, out = tmp_path / "x.jsonl", tmp_path / "data"
+    source.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": "I cannot."}) + "\n" for i in range(100)))
+    flags = ["--dataset", source, "--output_dir", out]
+    assert run(monkeypatch, *flags) == 0
+    printed = capsys.readouterr().out
+    warnings = json.loads((out / "manifest.json").read_text())["warnings"]
+    assert any("answers (100.0%) are one and the same" in line for line in warnings)
+    told = [f"warning: {line}" for line in warnings]
+    assert [line for line in printed.splitlines() if line.startswith("warning: ")] == told
+    assert "[messages] assistant: ⟦I cannot.⟧" in (out / "preview.md").read_text()
+    assert run(monkeypatch, *flags) == 0  # done already
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")] == told
+
+    assert run(monkeypatch, *flags, "--chat_template", "plain") == 2
+    assert "--chat_template goes with --tokenizer MODEL" in capsys.readouterr().err
+    assert run(monkeypatch, *flags, "--tokenizer", tmp_path / "none") == 2
+    assert "no tokenizer could be loaded from" in capsys.readouterr().err
+    before = hashes(out)
+    assert run(monkeypatch, *flags, "--tokenizer", tiny / "base_model", "--overwrite") == 0
+    assert "\n\nAssistant:⟦ I cannot.</s>⟧\n" in (out / "preview.md").read_text()
+    after = hashes(out)
+    assert {name for name in before if before[name] != after[name]} == {"preview.md", "manifest.json"}
+
+
 def test_shuffled_preferences_keep_all_but_the_order(tmp_path, monkeypatch, capsys):
     source, plain, shuffled = write_pairs(tmp_path / "pairs.jsonl", 400), tmp_path / "a", tmp_path / "b"
     flags = ["--dataset", source, "--split", "0,1,0", "--eval_fraction", 0.3]
@@ -343,7 +369,7 @@ def test_an_interrupted_run_leaves_the_old_data(tmp_path, monkeypatch):
     assert run(monkeypatch, "--dataset", source, "--output_dir", out) == 0
     before = hashes(out)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.output, "preview", lambda *_: 1 / 0)
+        patch.setattr(preview, "page", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(patch, "--dataset", source, "--output_dir", out, "--overwrite", "--seed", 9)
     assert hashes(out) == before
