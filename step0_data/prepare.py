@@ -38,6 +38,7 @@ def parse_args(argv=None):
     group.add_argument("--output_dir", default="data", metavar="DIR", help="where the data go")
     cli.add_switch(group, "--overwrite", False, "replace prepared data that are in --output_dir")
     group.add_argument("--seed", type=int, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
+    group.add_argument("--train_tokenizer", type=cli.natural, default=0, metavar="VOCAB", help="make OUTPUT_DIR/base_model for these data: a tokenizer of VOCAB pieces and an untrained model of about a million parameters; 0: none")
     cli.add_switch(group, "--shuffle_preferences", False, "negative control: a coin decides which answer of each pair is chosen")
     # fmt: on
     return parser.parse_args(argv)
@@ -45,11 +46,17 @@ def parse_args(argv=None):
 
 def main() -> None:
     args = parse_args()
-    is_tiny = args.dataset == ["tiny"]
-    if "tiny" in args.dataset and (not is_tiny or args.data_dir):
+    tiny_sets = [name for name in args.dataset if name in toy.SETS]
+    is_tiny = tiny_sets == list(dict.fromkeys(args.dataset))
+    if tiny_sets and (not is_tiny or args.data_dir):
         raise UserError(
-            "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
+            "--dataset tiny stands alone, or with tiny_zh: they bring their own split and base model; "
+            "prepare other sources apart"
         )
+
+    if is_tiny and args.train_tokenizer:
+        raise UserError("--train_tokenizer is for data of your own: the tiny sets bring their tokenizer; leave it out")
+    has_base_model = is_tiny or args.train_tokenizer > 0
 
     # 1. Look at what is there. The same request on the same files is done already; anything else is not overwritten.
     settings = {k: v for k, v in vars(args).items() if k not in ("output_dir", "overwrite", "config", "local_rank")}
@@ -58,14 +65,13 @@ def main() -> None:
     with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
         if folder.already_done:
             print(f"{args.output_dir}: already done, with the same settings on the same files")
-            print(output.next_command(args.output_dir, folder.manifest["stages"], is_tiny))
+            print(output.next_command(args.output_dir, folder.manifest["stages"], has_base_model))
             return
         print(f"writing to {args.output_dir}")
 
         # 2. Make or read the rows of every stage; each row read is in a stage or in the ledger.
         if is_tiny:
-            stages, ledger = toy.make_tiny(args.seed), []
-            texts = toy.tokenizer_texts(stages)
+            stages, ledger = toy.make_tiny(args.seed, tiny_sets), []
             stages = {s: {part: rows[: args.max_rows or None] for part, rows in p.items()} for s, p in stages.items()}
         else:
             rule = split.Rule(args.split, tuple(args.stages or ()), args.eval_fraction)
@@ -86,7 +92,12 @@ def main() -> None:
             if is_tiny:
                 from step0_data import tiny_model
 
-                tiny_model.write_base_model(staging / "base_model", texts, args.seed)
+                texts = toy.tokenizer_texts(args.seed, tiny_sets)
+                tiny_model.write_base_model(staging / "base_model", texts, args.seed, toy.vocab_size(tiny_sets))
+            elif has_base_model:
+                from step0_data import tiny_model
+
+                tiny_model.write_base_model_for(staging, args.seed, args.train_tokenizer)
             folder.write_manifest(staging, stages, ledger)
 
     # 5. What came out, and what to do next.
@@ -94,7 +105,7 @@ def main() -> None:
     if is_tiny:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
-    print(output.next_command(args.output_dir, output.counts(stages), is_tiny))
+    print(output.next_command(args.output_dir, output.counts(stages), has_base_model))
 
 
 def _fraction(text: str) -> float:
