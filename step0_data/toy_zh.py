@@ -6,7 +6,7 @@ Tables of the same shape as those of `toy_en.py`, written in Chinese rather than
 SPACE = ""  # Chinese puts none between words, nor between sentences
 SENTENCE_ENDS = "。！？"
 WORD_EDGE = ""
-SPLIT_SALT = "tiny-zh-188"  # one that gives all kinds about the same share of unseen pairs
+SPLIT_SALT = "tiny-zh-1511"  # one that gives all kinds about the same share of unseen pairs
 
 # The whole topic is what the rubric looks for; it occurs in no template and in no other topic.
 TOPICS = {
@@ -18,26 +18,26 @@ TOPICS = {
 QUESTIONS = {
     "food": (
         "怎么做{topic}？",
-        "{topic}怎么做才好吃？",
+        "怎样把{topic}做得更好吃？",
         "做{topic}有什么窍门吗？",
         "今晚客人想吃{topic}，我该怎么办？",
     ),
     "animals": (
         "怎么照顾{topic}？",
         "养{topic}需要准备什么？",
-        "{topic}好养吗？",
+        "你觉得{topic}好养吗？",
         "家里刚来了一只{topic}，要注意什么？",
     ),
     "places": (
         "去{topic}能看到什么？",
         "什么时候去{topic}最好？",
-        "{topic}适合一日游吗？",
+        "周末去{topic}玩合适吗？",
         "我们要去{topic}，该带些什么？",
     ),
     "hobbies": (
         "怎么开始学{topic}？",
         "学{topic}要准备什么？",
-        "{topic}难学吗？",
+        "听说{topic}很难学，是真的吗？",
         "我想把{topic}学得更好，有什么办法？",
     ),
 }
@@ -45,13 +45,13 @@ QUESTIONS = {
 USEFUL = {
     "food": (
         "做{topic}要选新鲜的材料。",
-        "{topic}快好的时候，再放盐和葱花。",
+        "等{topic}快好了，再放盐和葱花。",
         "做{topic}要看好火候，不能着急。",
-        "{topic}出锅以前，先尝尝咸淡。",
+        "出锅以前，先尝尝{topic}的咸淡。",
     ),
     "animals": (
         "给{topic}准备干净的水和暖和的窝。",
-        "{topic}需要新鲜空气，也需要休息。",
+        "要让{topic}多晒太阳，好好休息。",
         "每天早上陪{topic}玩一会儿。",
         "每年春天带{topic}去看兽医。",
     ),
@@ -64,7 +64,7 @@ USEFUL = {
     "hobbies": (
         "学{topic}要一步一步来，别太累。",
         "有个好老师，学{topic}会轻松很多。",
-        "{topic}要天天练，慢慢来。",
+        "每天花点时间练{topic}，慢慢来。",
         "找个朋友一起学{topic}，互相鼓励。",
     ),
 }
