@@ -183,8 +183,8 @@ def test_a_tokenizer_is_trained_for_data_of_ones_own(tmp_path, monkeypatch, caps
     for word in ("Assistant", "\u2581number", "桥"):
         assert word in vocabulary, word
     assert [piece for piece in vocabulary if re.fullmatch("[\u4e00-\u9fff]{2,}", piece)]
-    # (500 - 260) / 2: so many single characters have a piece of their own, the others are spelled in bytes
-    assert sum(len(piece) == 1 for piece in vocabulary) == 120
+    # at most (500 - 260) / 2 single characters have a piece of their own, the others are spelled in bytes
+    assert 110 <= sum(len(piece) == 1 for piece in vocabulary) <= 120
 
     from transformers import AutoModelForCausalLM
 
