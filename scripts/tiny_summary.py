@@ -79,9 +79,7 @@ def main(argv=None) -> None:
     shuffled = settings_of(args.out)["SHUFFLE_PREFERENCES"] != "0"
     print_table(args.out, summary, {} if shuffled else bands(reference(args.out)))
     if not reference(args.out).exists():
-        print(
-            f"No reference runs of {dataset_of(args.out)} are kept, so there is no band to hold these figures against."
-        )
+        print(f"No reference runs of {dataset_of(args.out)} are kept: there is no band to hold these figures against.")
     if shuffled:
         print("Negative control: preferences were shuffled. Accuracy belongs near 0.5, and gold should not rise.")
     print_before_and_after(args.out)
@@ -146,7 +144,8 @@ def bands(runs_file: Path) -> dict[str, tuple[float, float]]:
     n, found = len(runs), {}
     for name in FIGURES:
         values = [run[name] for run in runs]
-        centre, reach = statistics.mean(values), T_95[n] * statistics.stdev(values) * math.sqrt(1 + 1 / n)
+        spread = statistics.stdev(values) or 1 / 256  # where all agree, one of 256 answers: a share is no finer
+        centre, reach = statistics.mean(values), T_95[n] * spread * math.sqrt(1 + 1 / n)
         low, high = centre - reach, centre + reach
         if name in SHARES:
             low, high = max(low, 0.0), min(high, 1.0)

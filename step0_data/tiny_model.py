@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,11 @@ from common.errors import UserError
 
 HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, INTERMEDIATE_SIZE = 128, 4, 4, 352
 MAX_LENGTH = 1024  # the defaults of every stage fit; rotary positions cost nothing
-MIN_VOCAB, MAX_LINES, MAX_LINE = 300, 1_000_000, 1000  # pieces; lines that are sampled; characters: 4,000 bytes at most
+MIN_VOCAB = 300
+MAX_CHARACTERS = (
+    20_000_000  # of more text a sample is taken: sentencepiece holds it in memory, some 35 bytes a character
+)
+MAX_LINE = 1000  # characters, so 4,000 bytes at most
 TEXT_COLUMNS = {
     "sft": ["messages"],
     "preference": ["prompt", "chosen", "rejected"],
@@ -31,15 +36,12 @@ FIXED_PIECES = 260  # 4 special pieces and the 256 bytes
 UNK, BOS, EOS, PAD = "<unk>", "<s>", "</s>", "<pad>"  # ids 0 to 3: four different tokens, so no mask ever has to guess
 
 
-def write_base_model(
-    folder: str | Path, texts: Iterable[str], seed: int, vocab_size: int, options: dict | None = None
-) -> None:
+def write_base_model(folder: str | Path, texts: Iterable[str], seed: int, vocab_size: int) -> None:
     """Writes a finished stage-`base` folder that plain `AutoTokenizer` and `AutoModelForCausalLM` open.
 
     Args:
         texts: what the tokenizer is trained on.
         seed: of the model's weights. The same texts and seed give the same bytes.
-        options: of sentencepiece, beyond those that keep every text as it is.
     """
     args = {"vocab_size": vocab_size, "hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS, "num_heads": NUM_HEADS}
 
@@ -51,7 +53,7 @@ def write_base_model(
     transformers.logging.disable_progress_bar()
 
     def write(staging: Path) -> None:
-        write_tokenizer(staging, texts, vocab_size, options or {})
+        write_tokenizer(staging, texts, vocab_size)
         write_model(staging, seed, vocab_size)
 
     checkpoint.publish(folder, "base", write, args=args, seed=seed, parents={}, data=None, metrics={})
@@ -66,8 +68,6 @@ def write_base_model_for(prepared: Path, seed: int, vocab_size: int) -> None:
     Raises:
         UserError: a size that cannot be; too little text for it.
     """
-    import sentencepiece
-
     if vocab_size < MIN_VOCAB:
         raise UserError(f"--train_tokenizer {vocab_size}: wanted {MIN_VOCAB} or more; {FIXED_PIECES} are always there")
     counts = Counter()
@@ -82,10 +82,10 @@ def write_base_model_for(prepared: Path, seed: int, vocab_size: int) -> None:
         counts.pop(mark, None)
     spelled_in_bytes = [character for character, _ in counts.most_common()[(vocab_size - FIXED_PIECES) // 2 :]]
     ends = dict.fromkeys(map(ord, [*LINE_ENDS, *spelled_in_bytes]), "\n")
-    lines = (line for text in staged_texts(prepared) for line in lines_of(text.translate(ends)))
-    sentencepiece.set_random_generator_seed(seed)
-    sample = {"input_sentence_size": MAX_LINES, "shuffle_input_sentence": True}
-    write_base_model(prepared / "base_model", lines, seed, vocab_size, sample)
+    share, rng = MAX_CHARACTERS / max(counts.total(), 1), random.Random(seed)
+    texts = (text for text in staged_texts(prepared) if share >= 1 or rng.random() < share)
+    lines = (line for text in texts for line in lines_of(text.translate(ends)))
+    write_base_model(prepared / "base_model", lines, seed, vocab_size)
 
 
 def staged_texts(prepared: Path) -> Iterator[str]:
@@ -115,7 +115,7 @@ def lines_of(text: str) -> Iterator[str]:
             yield line[start : start + MAX_LINE]
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int, options: dict) -> None:
+def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
     """Trains a BPE tokenizer that changes no text: no normalisation, no added space, unknown characters as bytes."""
     import sentencepiece
     from transformers import AutoTokenizer
@@ -139,7 +139,6 @@ def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int, options
             character_coverage=1.0,
             num_threads=1,
             minloglevel=2,
-            **options,
         )
     except RuntimeError as error:
         most = re.search(r"value <= (\d+)", str(error))

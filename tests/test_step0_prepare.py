@@ -158,12 +158,13 @@ def test_both_tiny_sets_make_one_model(tmp_path, monkeypatch):
 
 
 def write_mixed(path, n=150):
-    """Alpaca rows in English and Chinese, with all that a tokenizer could stumble over."""
+    """Alpaca rows in English and Chinese, many rare characters, and all a tokenizer could stumble over."""
     rows = [
         {"instruction": f"Tell me about the number {i}.", "output": f"It is {i}; the next is {i + 1}.", "tag": i}
         for i in range(n)
     ]
     rows += [{"instruction": f"请介绍一下第{i}号桥。", "output": f"这座桥建于{1900 + i}年，很漂亮！"} for i in range(n)]
+    rows += [{"instruction": f"{chr(0x5E00 + i)}怎么念？", "output": f"查一下{chr(0x6E00 + i)}。"} for i in range(n)]
     rows += [{"instruction": f"Say back, {i}: {text}", "output": f"{text}."} for i, text in enumerate(ANY_TEXT)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -183,8 +184,8 @@ def test_a_tokenizer_is_trained_for_data_of_ones_own(tmp_path, monkeypatch, caps
     for word in ("Assistant", "\u2581number", "桥"):
         assert word in vocabulary, word
     assert [piece for piece in vocabulary if re.fullmatch("[\u4e00-\u9fff]{2,}", piece)]
-    # at most (500 - 260) / 2 single characters have a piece of their own, the others are spelled in bytes
-    assert 110 <= sum(len(piece) == 1 for piece in vocabulary) <= 120
+    # (500 - 260) / 2 of more than 200 single characters have a piece of their own, the others are spelled in bytes
+    assert len(set("".join(texts))) > 200 and sum(len(piece) == 1 for piece in vocabulary) == 120
 
     from transformers import AutoModelForCausalLM
 
@@ -211,6 +212,22 @@ def test_the_tokenizer_sees_train_rows_of_every_stage_and_no_others(tmp_path, mo
     wanted += [f"Human: {row['prompt'][0]['content']}" for row in rows_of(out, "prompts", "train")]
     wanted += [row["text"] for row in rows_of(out, "pretrain", "train")]
     assert sorted(tiny_model.staged_texts(out)) == sorted(wanted) and len(wanted) > 50
+
+
+def test_of_much_text_the_tokenizer_sees_a_sample(tmp_path, monkeypatch):
+    from step0_data import tiny_model
+
+    source, out = write_mixed(tmp_path / "mixed.jsonl", 300), tmp_path / "data"
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out) == 0
+    seen = []
+    monkeypatch.setattr(tiny_model, "write_base_model", lambda folder, texts, *_: seen.append(list(texts)))
+    texts = list(tiny_model.staged_texts(out))
+    for limit, seed in ((10**9, 1), (5000, 1), (5000, 1), (5000, 2)):
+        monkeypatch.setattr(tiny_model, "MAX_CHARACTERS", limit)
+        tiny_model.write_base_model_for(out, seed, 2000)
+    assert "".join(seen[0]) == "".join(re.sub("[\n\r\0\u2585]", "", text) for text in texts)
+    assert seen[1] == seen[2] != seen[3]
+    assert 4000 < sum(map(len, seen[1])) < 6000 < 20000 < sum(map(len, seen[0]))
 
 
 def test_long_lines_are_cut_rather_than_left_out():
@@ -323,7 +340,7 @@ def test_too_little_text_for_the_tokenizer_is_said(tmp_path):
     from step0_data import tiny_model
 
     with pytest.raises(UserError, match="too little text for a tokenizer of 730 pieces: it is enough for 272 or fewer"):
-        tiny_model.write_tokenizer(tmp_path, ["hello"], 730, {})
+        tiny_model.write_tokenizer(tmp_path, ["hello"], 730)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
