@@ -1,8 +1,8 @@
 """Step 0: prepare data. Turns a source into the files that steps 1 to 3 read, and shows what became of every row.
 
-Reads   --dataset: `tiny` (built in), or local json / jsonl / csv / parquet / arrow files or folders, or hub names.
+Reads   --dataset: `tiny`, `tiny_zh` or both (built in), or local json / jsonl / csv / parquet / arrow files or folders, or hub names.
 Writes  OUTPUT_DIR/{sft,preference,prompts,pretrain}/{train,eval}.parquet (those that have rows), manifest.json,
-        preview.md; for the tiny set also base_model/, an untrained model with its tokenizer.
+        preview.md; for the tiny sets, or with --train_tokenizer, also base_model/, an untrained model with its tokenizer.
 Run     python step0_data/prepare.py --dataset tiny --output_dir data
         python step0_data/prepare.py --dataset pairs.jsonl more.parquet --split 2,4,4 --output_dir data
         python step0_data/prepare.py --dataset Anthropic/hh-rlhf --data_dir harmless-base --output_dir data
@@ -25,7 +25,7 @@ def parse_args(argv=None):
     aliases = {"--dataset_name": "--dataset", "--data_path": "--dataset", "--data": "--dataset", "--data_split": "--split", "--max_samples": "--max_rows"}
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
-    group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT])")
+    group.add_argument("--dataset", nargs="+", default=["tiny"], metavar="SOURCE", help="tiny (English), tiny_zh (Chinese) or both; or files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT])")
     group.add_argument("--data_dir", default=None, metavar="FOLDER", help="a folder inside the source, such as harmless-base of Anthropic/hh-rlhf; default: all of it")
     group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source, of its train and its test part each (tiny: of each file written); 0: all")
     group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or set it aside and count it")
@@ -53,7 +53,6 @@ def main() -> None:
             "--dataset tiny stands alone, or with tiny_zh: they bring their own split and base model; "
             "prepare other sources apart"
         )
-
     if is_tiny and args.train_tokenizer:
         raise UserError("--train_tokenizer is for data of your own: the tiny sets bring their tokenizer; leave it out")
     has_base_model = is_tiny or args.train_tokenizer > 0
@@ -89,15 +88,14 @@ def main() -> None:
         # 4. Write all of it under a temporary name, then move it in; manifest.json comes last.
         with folder.staging() as staging:
             output.write_stages(staging, stages)
-            if is_tiny:
+            if has_base_model:
                 from step0_data import tiny_model
 
-                texts = toy.tokenizer_texts(args.seed, tiny_sets)
-                tiny_model.write_base_model(staging / "base_model", texts, args.seed, toy.vocab_size(tiny_sets))
-            elif has_base_model:
-                from step0_data import tiny_model
-
-                tiny_model.write_base_model_for(staging, args.seed, args.train_tokenizer)
+                if is_tiny:
+                    texts = toy.tokenizer_texts(args.seed, tiny_sets)
+                    tiny_model.write_base_model(staging / "base_model", texts, args.seed, toy.vocab_size(tiny_sets))
+                else:
+                    tiny_model.write_base_model_for(staging, args.seed, args.train_tokenizer)
             folder.write_manifest(staging, stages, ledger)
 
     # 5. What came out, and what to do next.
