@@ -47,7 +47,7 @@ def parse_args(argv=None):
 def main() -> None:
     args = parse_args()
     tiny_sets = [name for name in args.dataset if name in toy.SETS]
-    is_tiny = tiny_sets == list(dict.fromkeys(args.dataset))
+    is_tiny = bool(tiny_sets) and tiny_sets == list(dict.fromkeys(args.dataset))
     if tiny_sets and (not is_tiny or args.data_dir):
         raise UserError(
             "--dataset tiny stands alone, or with tiny_zh: they bring their own split and base model; "
