@@ -57,7 +57,7 @@ def main(argv=None) -> None:
     evaluation = read_evaluation(out, problems)
     summary = read_json(out / "summary.json", problems)
     shuffled = (out / "settings").is_file() and b"SHUFFLE_PREFERENCES=1" in (out / "settings").read_bytes()
-    bands, references = ({}, {}) if shuffled else tiny_reference(summary)
+    bands, references = ({}, {}) if shuffled else tiny_reference(out, summary)
 
     # 2. What it says.
     level, headline, sentences = verdict(runs, evaluation, shuffled)
@@ -82,13 +82,14 @@ def main(argv=None) -> None:
 # ---- the tiny recipe has figures to compare with
 
 
-def tiny_reference(summary: dict | None) -> tuple[dict[str, tuple[float, float]], dict[str, list]]:
+def tiny_reference(out: Path, summary: dict | None) -> tuple[dict[str, tuple[float, float]], dict[str, list]]:
     """The bands of the figures and the curves of the reference runs; nothing for other runs than the recipe's."""
     from scripts import tiny_summary
 
-    if not summary or not summary.keys() >= tiny_summary.FIGURES.keys() or not tiny_summary.REFERENCE.exists():
+    if not summary or not summary.keys() >= tiny_summary.FIGURES.keys() or not (out / "settings").is_file():
         return {}, {}
-    return tiny_summary.bands(), json.loads(tiny_summary.REFERENCE.read_text())["curves"]
+    path = tiny_summary.reference(out)
+    return (tiny_summary.bands(path), json.loads(path.read_text())["curves"]) if path.exists() else ({}, {})
 
 
 def figures(summary: dict | None, bands: dict[str, tuple[float, float]]) -> list[dict]:

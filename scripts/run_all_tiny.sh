@@ -5,7 +5,8 @@
 #   SEED=2 OUT=out/tiny-2 bash scripts/run_all_tiny.sh
 #
 #   SEED                  of data, models and sampling (1)
-#   OUT                   where everything goes (out/tiny); what is finished there is not run again
+#   DATASET               tiny (English), tiny_zh (Chinese), or "tiny tiny_zh": one model for both (tiny)
+#   OUT                   where everything goes (out/DATASET); what is finished there is not run again
 #   PYTHON, PIP_EXTRA_INDEX_URL       see scripts/setup.sh
 #   LAUNCH                what starts a stage (python), for example LAUNCH="deepspeed --num_accelerators 2"; steps 1 and 2
 #                         count their batches per process, so two processes train on twice the rows
@@ -17,12 +18,18 @@ set -euo pipefail
 main() { # one function, so that bash has read all of it before it starts: the file may change meanwhile
 source "$(dirname "$0")/recipe.sh"
 shuffle=${SHUFFLE_PREFERENCES:-0}
-begin out/tiny
+read -ra dataset <<< "${DATASET:-tiny}"
+sets=$(IFS=+; echo "${dataset[*]}") # tiny+tiny_zh: a word for folders and settings
+[[ $sets =~ ^(tiny|tiny_zh|tiny\+tiny_zh)$ ]] || {
+    echo "error: DATASET=${DATASET:-} is none of: tiny, tiny_zh, \"tiny tiny_zh\"" >&2; exit 2; }
+begin "out/$sets"
 read -ra launch <<< "${LAUNCH:-python}"
-same_settings "SEED=$seed SHUFFLE_PREFERENCES=$shuffle"
+settings="SEED=$seed SHUFFLE_PREFERENCES=$shuffle"
+[[ $sets == tiny ]] || settings+=" DATASET=$sets"
+same_settings "$settings"
 
 # Step 0. Templated dialogues, a sentencepiece tokenizer and an untrained Llama of 0.9 M parameters, made on the spot.
-prepare=(python step0_data/prepare.py --dataset tiny --output_dir "$out/data" --seed "$seed")
+prepare=(python step0_data/prepare.py --dataset "${dataset[@]}" --output_dir "$out/data" --seed "$seed")
 [[ $shuffle == 0 ]] || prepare+=(--shuffle_preferences)
 stage data "$out/data/manifest.json" "${prepare[@]}"
 
@@ -65,4 +72,4 @@ python scripts/tiny_summary.py --out "$out"
 echo
 report
 }
-main
+main; exit # in one line: nothing more is read from the file

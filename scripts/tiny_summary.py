@@ -4,7 +4,7 @@
     python scripts/tiny_summary.py --write_reference out/tiny-1 out/tiny-2 out/tiny-3
 
 Reads   OUT/settings, OUT/logs/*.seconds, OUT/{sft,reward}/stage.json, OUT/evaluation.json and its samples, and
-        scripts/reference/tiny.json: summaries and curves of reference runs with other seeds
+        scripts/reference/DATASET.json: summaries and curves of reference runs with other seeds, where there are any
 Writes  OUT/summary.json (or, with --write_reference, the reference file)
 
 A figure's band is where 95 of 100 further seeds are expected: the prediction interval of a normal distribution,
@@ -13,6 +13,7 @@ mean +- t * sd * sqrt(1 + 1/n), over the n reference runs. Three runs give a wid
 
 import json
 import math
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import cli
 from common.errors import UserError
 
-REFERENCE = Path(__file__).resolve().parent / "reference" / "tiny.json"
+REFERENCES = Path(__file__).resolve().parent / "reference"
 STAGES = {
     "data": "0 data, base model",
     "sft": "1 SFT",
@@ -76,7 +77,9 @@ def main(argv=None) -> None:
     summary = summarise(args.out)
     atomic_write_text(args.out / "summary.json", json.dumps(summary, indent=1) + "\n")
     shuffled = settings_of(args.out)["SHUFFLE_PREFERENCES"] != "0"
-    print_table(args.out, summary, {} if shuffled else bands())
+    print_table(args.out, summary, {} if shuffled else bands(reference(args.out)))
+    if not reference(args.out).exists():
+        print(f"No reference runs of {dataset_of(args.out)} are kept: there is no band to hold these figures against.")
     if shuffled:
         print("Negative control: preferences were shuffled. Accuracy belongs near 0.5, and gold should not rise.")
     print_before_and_after(args.out)
@@ -88,6 +91,16 @@ def main(argv=None) -> None:
 
 def settings_of(out: Path) -> dict[str, str]:
     return dict(word.split("=") for word in read(out / "settings").split())
+
+
+def dataset_of(out: Path) -> str:
+    """tiny, tiny_zh or tiny+tiny_zh; only the last two are written down."""
+    return settings_of(out).get("DATASET", "tiny")
+
+
+def reference(out: Path) -> Path:
+    """Where the reference runs of the same data are, if there are any."""
+    return REFERENCES / f"{dataset_of(out)}.json"
 
 
 def summarise(out: Path) -> dict:
@@ -123,15 +136,16 @@ def read(path: Path) -> str:
         raise UserError(f"{path}: {error.strerror}; run: OUT={path.parent} bash scripts/run_all_tiny.sh") from error
 
 
-def bands() -> dict[str, tuple[float, float]]:
-    """Figure -> (low, high), from the committed reference runs; empty without them."""
-    if not REFERENCE.exists():
+def bands(runs_file: Path) -> dict[str, tuple[float, float]]:
+    """Figure -> (low, high), from committed reference runs; empty without them."""
+    if not runs_file.exists():
         return {}
-    runs = json.loads(REFERENCE.read_text())["runs"]
+    runs = json.loads(runs_file.read_text())["runs"]
     n, found = len(runs), {}
     for name in FIGURES:
         values = [run[name] for run in runs]
-        centre, reach = statistics.mean(values), T_95[n] * statistics.stdev(values) * math.sqrt(1 + 1 / n)
+        spread = statistics.stdev(values) or 1 / 256  # where all agree, one of 256 answers: a share is no finer
+        centre, reach = statistics.mean(values), T_95[n] * spread * math.sqrt(1 + 1 / n)
         low, high = centre - reach, centre + reach
         if name in SHARES:
             low, high = max(low, 0.0), min(high, 1.0)
@@ -145,6 +159,10 @@ def write_reference(outs: list[Path], machine: str | None) -> None:
 
     if len(outs) not in T_95:
         raise UserError(f"--write_reference wants {min(T_95)} to {max(T_95)} runs, got {len(outs)}")
+    datasets = {dataset_of(out) for out in outs}
+    if len(datasets) > 1:
+        raise UserError(f"--write_reference wants runs of one DATASET, got {', '.join(sorted(datasets))}")
+    path, (dataset,) = reference(outs[0]), datasets
     runs = [summarise(out) for out in outs]
     curves = {}
     for folder, names in CURVES.items():
@@ -154,15 +172,17 @@ def write_reference(outs: list[Path], machine: str | None) -> None:
             for name in names
         }
     commit = json.loads(read(outs[0] / "sft" / "stage.json"))["git_commit"]
-    REFERENCE.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    chosen = "" if dataset == "tiny" else f"DATASET={shlex.quote(dataset.replace('+', ' '))} "
+    command = f"SEED=... {chosen}bash scripts/run_all_tiny.sh"
     # one line a run and a curve: a diff then shows what moved
-    lines = [f' "command": "SEED=... bash scripts/run_all_tiny.sh", "machine": {json.dumps(machine)}']
+    lines = [f' "command": {json.dumps(command)}, "machine": {json.dumps(machine)}']
     lines += [f' "commit": {json.dumps(commit)}']
     lines += [' "runs": [\n  ' + ",\n  ".join(map(json.dumps, runs)) + "\n ]"]
     each = [f"{json.dumps(f'{f}: {name}')}: {json.dumps(c)}" for f, by in curves.items() for name, c in by.items()]
     lines += [' "curves": {\n  ' + ",\n  ".join(each) + "\n }"]
-    atomic_write_text(REFERENCE, "{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"written: {REFERENCE}")
+    atomic_write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"written: {path}")
 
 
 # ---- the screen
@@ -198,7 +218,7 @@ def print_table(out: Path, summary: dict, known: dict) -> None:
     if not known:
         return
     verdict = f"{outside} of {len(known)} figures outside" if outside else f"all {len(known)} figures inside"
-    print(f"{verdict} the band that 95 of 100 seeds should reach, by {REFERENCE.name}'s runs.")
+    print(f"{verdict} the band that 95 of 100 seeds should reach, by {reference(out).name}'s runs.")
 
 
 def print_before_and_after(out: Path) -> None:

@@ -152,9 +152,9 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def next_command(folder: str, stages: dict, is_tiny: bool) -> str:
+def next_command(folder: str, stages: dict, has_base_model: bool) -> str:
     """What to run next with these data."""
-    model = f"{folder}/base_model" if is_tiny else "MODEL"
+    model = f"{folder}/base_model" if has_base_model else "MODEL"
     if stages.get("sft", {}).get("train"):
         return f"next: python step1_sft/train.py --model {model} --data {folder} --output_dir models/sft"
     if stages.get("preference", {}).get("train"):

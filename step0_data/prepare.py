@@ -1,8 +1,9 @@
 """Step 0: prepare data. Turns a source into the files that steps 1 to 3 read, and shows what became of every row.
 
-Reads   --dataset: `tiny` (built in), or local json / jsonl / csv / parquet / arrow files or folders, or hub names.
+Reads   --dataset: `tiny`, `tiny_zh` or both (built in), or local json / jsonl / csv / parquet / arrow files or folders, or hub names.
 Writes  OUTPUT_DIR/{sft,preference,prompts,pretrain}/{train,eval}.parquet (those that have rows), manifest.json,
-        preview.md, rejected.jsonl (bad rows that were skipped); for the tiny set also base_model/, an untrained model with its tokenizer.
+        preview.md, rejected.jsonl (bad rows that were skipped); for the tiny sets, or with --train_tokenizer,
+        also base_model/, an untrained model with its tokenizer.
 Run     python step0_data/prepare.py --dataset tiny --output_dir data
         python step0_data/prepare.py --dataset pairs.jsonl more.parquet --split 2,4,4 --output_dir data
         python step0_data/prepare.py --dataset Anthropic/hh-rlhf --data_dir harmless-base --output_dir data
@@ -27,7 +28,7 @@ def parse_args(argv=None):
     aliases = {"--dataset_name": "--dataset", "--data_path": "--dataset", "--data": "--dataset", "--data_split": "--split", "--max_samples": "--max_rows"}
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
-    group.add_argument("--dataset", nargs="+", default=None, metavar="SOURCE", help="tiny, files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT]); each may end in a weight: @0.3 keeps that share of its prompts, @2 writes its training rows twice; default: tiny")
+    group.add_argument("--dataset", nargs="+", default=None, metavar="SOURCE", help="tiny (English), tiny_zh (Chinese) or both; or files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT]); each may end in a weight: @0.3 keeps that share of its prompts, @2 writes its training rows twice; default: tiny")
     group.add_argument("--sft_dataset", nargs="+", default=[], metavar="SOURCE", help="sources for step 1 only, beside --dataset or in its place")
     group.add_argument("--preference_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 2")
     group.add_argument("--prompts_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 3")
@@ -50,6 +51,7 @@ def parse_args(argv=None):
     group.add_argument("--output_dir", default="data", metavar="DIR", help="where the data go")
     cli.add_switch(group, "--overwrite", False, "replace prepared data that are in --output_dir")
     group.add_argument("--seed", type=int, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
+    group.add_argument("--train_tokenizer", type=cli.natural, default=0, metavar="VOCAB", help="make OUTPUT_DIR/base_model for these data: a tokenizer of VOCAB pieces and an untrained model of about a million parameters; 0: none")
     cli.add_switch(group, "--shuffle_preferences", False, "negative control: a coin decides which answer of each pair is chosen")
     # fmt: on
     args = parser.parse_args(argv)
@@ -73,13 +75,17 @@ def _own(args) -> dict[str, list[str]]:
 
 def main() -> None:
     args = parse_args()
-    is_tiny = args.dataset == ["tiny"]
+    tiny_sets = [name for name in args.dataset if name in toy.SETS]
+    is_tiny = bool(tiny_sets) and tiny_sets == list(dict.fromkeys(args.dataset))
     own = _own(args)
-    if "tiny" in args.dataset and (not is_tiny or args.data_dir or args.format or args.columns or any(own.values())):
+    if tiny_sets and (not is_tiny or args.data_dir or args.format or args.columns or any(own.values())):
         raise UserError(
-            "--dataset tiny stands alone: it brings its own split and base model; prepare other sources apart"
+            "--dataset tiny stands alone, or with tiny_zh: they bring their own split and base model; "
+            "prepare other sources apart"
         )
-
+    if is_tiny and args.train_tokenizer:
+        raise UserError("--train_tokenizer is for data of your own: the tiny sets bring their tokenizer; leave it out")
+    has_base_model = is_tiny or args.train_tokenizer > 0
     if args.chat_template and not args.tokenizer:
         raise UserError("--chat_template goes with --tokenizer MODEL: name the model whose tokens are to be shown")
 
@@ -96,7 +102,7 @@ def main() -> None:
         if folder.already_done:
             print(f"{args.output_dir}: already done, with the same settings on the same files")
             _print_warnings(folder.manifest["warnings"])
-            print(output.next_command(args.output_dir, folder.manifest["stages"], is_tiny))
+            print(output.next_command(args.output_dir, folder.manifest["stages"], has_base_model))
             return
         print(f"writing to {args.output_dir}")
 
@@ -112,8 +118,7 @@ def main() -> None:
 
             # 3. Make or read the rows of every stage; each row read is in a stage or in the ledger.
             if is_tiny:
-                stages = toy.make_tiny(args.seed)
-                texts = toy.tokenizer_texts(stages)
+                stages = toy.make_tiny(args.seed, tiny_sets)
                 for stage, parts in stages.items():
                     for part, rows in parts.items():
                         for row in rows[: args.max_rows or None]:
@@ -139,10 +144,14 @@ def main() -> None:
 
             # 4. Write all of it.
             spool.close()
-            if is_tiny:
+            if has_base_model:
                 from step0_data import tiny_model
 
-                tiny_model.write_base_model(staging / "base_model", texts, args.seed)
+                if is_tiny:
+                    texts = toy.tokenizer_texts(args.seed, tiny_sets)
+                    tiny_model.write_base_model(staging / "base_model", texts, args.seed, toy.vocab_size(tiny_sets))
+                else:
+                    tiny_model.write_base_model_for(staging, args.seed, args.train_tokenizer)
                 if tokenizer is None:
                     tokenizer = preview.load_tokenizer(staging / "base_model", None)
             page, warnings = preview.page(staging, ledger, tokenizer)
@@ -154,7 +163,7 @@ def main() -> None:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"][: args.max_rows or None])
         print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
     _print_warnings(warnings)
-    print(output.next_command(args.output_dir, spool.counts(), is_tiny))
+    print(output.next_command(args.output_dir, spool.counts(), has_base_model))
 
 
 def _print_warnings(warnings: list[str]) -> None:

@@ -1,30 +1,49 @@
-"""The base model of the tiny set: a sentencepiece tokenizer trained on the spot, an untrained Llama of 0.9 M."""
+"""A base model from nothing: a sentencepiece tokenizer trained on the spot and an untrained Llama of about a million.
+
+The tiny sets bring the texts to train the tokenizer on; `--train_tokenizer` takes those of any prepared data.
+"""
 
 import io
 import json
 import math
 import os
-from collections.abc import Sequence
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common import checkpoint
 from common.chat_format import BUILTIN_TEMPLATES
 from common.errors import UserError
 
-VOCAB_SIZE = 730  # 4 special pieces, 256 bytes, the rest words and parts of words
 HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, INTERMEDIATE_SIZE = 128, 4, 4, 352
 MAX_LENGTH = 1024  # the defaults of every stage fit; rotary positions cost nothing
+MIN_VOCAB = 300
+MAX_CHARACTERS = (
+    20_000_000  # of more text a sample is taken: sentencepiece holds it in memory, some 35 bytes a character
+)
+MAX_LINE = 1000  # characters, so 4,000 bytes at most
+TEXT_COLUMNS = {
+    "sft": ["messages"],
+    "preference": ["prompt", "chosen", "rejected"],
+    "prompts": ["prompt"],
+    "pretrain": ["text"],
+}
+SPACE_MARK = "\u2581"  # what sentencepiece writes for a space
+LINE_ENDS = f"\n\r\0{SPACE_MARK}\u2585"  # it would leave out a line with one of the last three, unsaid
+FIXED_PIECES = 260  # 4 special pieces and the 256 bytes
 UNK, BOS, EOS, PAD = "<unk>", "<s>", "</s>", "<pad>"  # ids 0 to 3: four different tokens, so no mask ever has to guess
 
 
-def write_base_model(folder: str | Path, texts: Sequence[str], seed: int) -> None:
+def write_base_model(folder: str | Path, texts: Iterable[str], seed: int, vocab_size: int) -> None:
     """Writes a finished stage-`base` folder that plain `AutoTokenizer` and `AutoModelForCausalLM` open.
 
     Args:
         texts: what the tokenizer is trained on.
         seed: of the model's weights. The same texts and seed give the same bytes.
     """
-    args = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS, "num_heads": NUM_HEADS}
+    args = {"vocab_size": vocab_size, "hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS, "num_heads": NUM_HEADS}
 
     import torch
     import transformers
@@ -34,13 +53,69 @@ def write_base_model(folder: str | Path, texts: Sequence[str], seed: int) -> Non
     transformers.logging.disable_progress_bar()
 
     def write(staging: Path) -> None:
-        write_tokenizer(staging, texts)
-        write_model(staging, seed)
+        write_tokenizer(staging, texts, vocab_size)
+        write_model(staging, seed, vocab_size)
 
     checkpoint.publish(folder, "base", write, args=args, seed=seed, parents={}, data=None, metrics={})
 
 
-def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
+def write_base_model_for(prepared: Path, seed: int, vocab_size: int) -> None:
+    """PREPARED/base_model for any data: the tokenizer is trained on the text of all train rows.
+
+    The text is read twice. The first time characters are counted: at most half of the pieces that are to be learnt go
+    to single characters, the most frequent ones, so that words get some too; rarer characters are spelled in bytes.
+
+    Raises:
+        UserError: a size that cannot be; too little text for it.
+    """
+    if vocab_size < MIN_VOCAB:
+        raise UserError(f"--train_tokenizer {vocab_size}: wanted {MIN_VOCAB} or more; {FIXED_PIECES} are always there")
+    counts = Counter()
+    for text in staged_texts(prepared):
+        counts.update(text)
+    if counts[SPACE_MARK]:
+        print(
+            f"note: the train rows have the character {SPACE_MARK} (U+2581) {counts[SPACE_MARK]} times; sentencepiece "
+            "writes a space so, and the tokenizer reads it back as one"
+        )
+    for mark in LINE_ENDS:
+        counts.pop(mark, None)
+    spelled_in_bytes = [character for character, _ in counts.most_common()[(vocab_size - FIXED_PIECES) // 2 :]]
+    ends = dict.fromkeys(map(ord, [*LINE_ENDS, *spelled_in_bytes]), "\n")
+    share, rng = MAX_CHARACTERS / max(counts.total(), 1), random.Random(seed)
+    texts = (text for text in staged_texts(prepared) if share >= 1 or rng.random() < share)
+    lines = (line for text in texts for line in lines_of(text.translate(ends)))
+    write_base_model(prepared / "base_model", lines, seed, vocab_size)
+
+
+def staged_texts(prepared: Path) -> Iterator[str]:
+    """Every text of the train rows, with the word that the chat template puts before it."""
+    import pyarrow.parquet as pq
+
+    for stage, columns in TEXT_COLUMNS.items():
+        path = prepared / stage / "train.parquet"
+        if not path.is_file():
+            continue
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1000, columns=columns):
+                for row in batch.to_pylist():
+                    for value in row.values():
+                        if isinstance(value, str):
+                            yield value
+                            continue
+                        for message in value:
+                            before = "Assistant" if message["role"] == "assistant" else "Human"
+                            yield f"{before}: {message['content']}"
+
+
+def lines_of(text: str) -> Iterator[str]:
+    """Lines of a length that sentencepiece takes: longer ones it would leave out without a word."""
+    for line in text.split("\n"):
+        for start in range(0, len(line), MAX_LINE):
+            yield line[start : start + MAX_LINE]
+
+
+def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
     """Trains a BPE tokenizer that changes no text: no normalisation, no added space, unknown characters as bytes."""
     import sentencepiece
     from transformers import AutoTokenizer
@@ -51,24 +126,24 @@ def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
             sentence_iterator=iter(texts),
             model_writer=model,
             model_type="bpe",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             split_digits=True,
-            character_coverage=1.0,
             unk_id=0,
             bos_id=1,
             eos_id=2,
             pad_id=3,
+            character_coverage=1.0,
             num_threads=1,
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise UserError(
-            f"cannot train a tokenizer of {VOCAB_SIZE} pieces on {len(texts)} texts ({error}); give it more text"
-        ) from error
+        most = re.search(r"value <= (\d+)", str(error))
+        why = f"it is enough for {most[1]} or fewer" if most else str(error)
+        raise UserError(f"too little text for a tokenizer of {vocab_size} pieces: {why}; or bring more text") from error
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     config = {
         "tokenizer_class": "LlamaTokenizer",
@@ -89,7 +164,7 @@ def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_model(folder: Path, seed: int) -> None:
+def write_model(folder: Path, seed: int, vocab_size: int) -> None:
     """An untrained Llama with tied embeddings.
 
     The initialisation is 1/sqrt(hidden) wide: with the library's 0.02 a model this small does not learn to name the
@@ -99,7 +174,7 @@ def write_model(folder: Path, seed: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=INTERMEDIATE_SIZE,
         num_hidden_layers=NUM_LAYERS,

@@ -328,8 +328,11 @@ def test_the_negative_control_is_called_so(out):
 
 def test_figures_lie_beside_their_bands(out, monkeypatch):
     figures = dict.fromkeys(tiny_summary.FIGURES, 1.0) | {"kl": 9.0}
-    monkeypatch.setattr(tiny_summary, "bands", lambda: {"kl": (2.0, 4.0), "gold_sft": (0.0, 2.0)})
+    monkeypatch.setattr(tiny_summary, "bands", lambda _: {"kl": (2.0, 4.0), "gold_sft": (0.0, 2.0)})
     (out / "summary.json").write_text(json.dumps(figures | {"seed": 1, "seconds": 3}))
+    (out / "settings").write_text("SEED=1 SHUFFLE_PREFERENCES=0 DATASET=none")
+    assert "reference runs" not in page_of(out).text
+    (out / "settings").write_text("SEED=1 SHUFFLE_PREFERENCES=0")
     page = page_of(out)
     page.has("KL from SFT, nats an answer 9.000 2.00 to 4.00 OUTSIDE", "gold score, SFT 1.000 0.00 to 2.00 inside")
     page.has("reference runs")

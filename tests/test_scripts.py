@@ -221,6 +221,23 @@ def test_the_recipe_calls_the_stages_in_order_with_seed_and_out(recipe, tmp_path
     assert "out/tiny/sft" in commands["sft"], "OUT inside the repository is shown relative to it"
 
 
+def test_the_recipe_takes_either_language_or_both(recipe):
+    root, run = recipe
+    done, commands = run(DATASET="tiny_zh")
+    assert done.returncode == 0 and commands["data"][2:6] == [
+        "--dataset",
+        "tiny_zh",
+        "--output_dir",
+        "out/tiny_zh/data",
+    ]
+    assert "out/tiny_zh/sft" in commands["sft"]
+    assert (root / "out" / "tiny_zh" / "settings").read_text() == "SEED=1 SHUFFLE_PREFERENCES=0 DATASET=tiny_zh\n"
+    commands = run(DATASET="tiny tiny_zh")[1]
+    assert commands["data"][3:7] == ["tiny", "tiny_zh", "--output_dir", "out/tiny+tiny_zh/data"]
+    done, commands = run(DATASET="tiny_de")
+    assert done.returncode == 2 and commands == {} and "DATASET=tiny_de is none of: tiny, tiny_zh" in done.stderr
+
+
 def test_the_report_comes_last_and_its_failure_fails_nothing(recipe, tmp_path):
     root, run = recipe
     log = root / "log"
@@ -441,31 +458,38 @@ def finished_run(tmp_path):
 
 
 def test_the_summary_has_exactly_these_keys(finished_run, capsys, monkeypatch):
-    monkeypatch.setattr(tiny_summary, "REFERENCE", finished_run / "none.json")
+    monkeypatch.setattr(tiny_summary, "REFERENCES", finished_run)
     tiny_summary.main(["--out", str(finished_run)])
     assert json.loads((finished_run / "summary.json").read_text()) == FIGURES
     shown = capsys.readouterr().out
     assert "before and after: better in" in shown and "  How?" in shown and "PPO (gold +2.00): Gladly." in shown
     assert f"scripts/chat.py --model {finished_run}/rlhf/actor" in shown
-    assert "OUTSIDE" not in shown
+    assert "OUTSIDE" not in shown and "No reference runs of tiny are kept" in shown
 
 
 def test_figures_are_held_against_the_reference_runs(finished_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tiny_summary, "REFERENCE", tmp_path / "tiny.json")
+    monkeypatch.setattr(tiny_summary, "REFERENCES", tmp_path)
     # rm_accuracy 0.5, 0.6, 0.7: mean 0.6, sd 0.1, t of 2 degrees of freedom 4.303: 0.6 -+ 4.303 * 0.1 * sqrt(4 / 3)
     runs = [FIGURES | {"rm_accuracy": 0.5 + 0.1 * i, "gold_sft": 0.1 * i, "kl": 40.0 + i} for i in range(3)]
     (tmp_path / "tiny.json").write_text(json.dumps({"runs": runs}))
-    bands = tiny_summary.bands()
+    bands = tiny_summary.bands(tmp_path / "tiny.json")
     assert bands["rm_accuracy"] == pytest.approx((0.6 - 0.49687, 1.0), abs=1e-4)  # a share does not exceed 1
     assert bands["gold_sft"] == pytest.approx((0.1 - 0.49687, 0.1 + 0.49687), abs=1e-4)
+    # all three agree, at FIGURES' 1.0: 4.303 / 256 * sqrt(4 / 3) below, so 0.996 of a fourth seed is no surprise
+    assert bands["eos_rate"] == pytest.approx((1 - 0.019409, 1.0), abs=1e-5)
     tiny_summary.main(["--out", str(finished_run)])
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if "OUTSIDE" in line and "KL from SFT" in line]
-    assert "1 of 12 figures outside" in shown
+    assert "1 of 12 figures outside" in shown and "by tiny.json's runs" in shown and "No reference" not in shown
+    (finished_run / "settings").write_text(
+        "SEED=3 SHUFFLE_PREFERENCES=0 DATASET=tiny_zh\n"
+    )  # another set, another band
+    tiny_summary.main(["--out", str(finished_run)])
+    assert "No reference runs of tiny_zh are kept" in capsys.readouterr().out
 
 
 def test_the_negative_control_is_not_held_against_the_bands(finished_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tiny_summary, "REFERENCE", tmp_path / "tiny.json")
+    monkeypatch.setattr(tiny_summary, "REFERENCES", tmp_path)
     (tmp_path / "tiny.json").write_text(json.dumps({"runs": [FIGURES | {"kl": 99.0}] * 3}))
     (finished_run / "settings").write_text("SEED=3 SHUFFLE_PREFERENCES=1\n")
     tiny_summary.main(["--out", str(finished_run)])
@@ -474,7 +498,7 @@ def test_the_negative_control_is_not_held_against_the_bands(finished_run, tmp_pa
 
 
 def test_reference_runs_are_written_with_their_curves(finished_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_summary, "REFERENCE", tmp_path / "reference" / "tiny.json")
+    monkeypatch.setattr(tiny_summary, "REFERENCES", tmp_path / "reference")
     for folder, names in tiny_summary.CURVES.items():
         rows = [{"step": step} | dict.fromkeys(names, step / 3) for step in (1, 2)]
         (finished_run / folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -482,6 +506,11 @@ def test_reference_runs_are_written_with_their_curves(finished_run, tmp_path, mo
     record = json.loads((tmp_path / "reference" / "tiny.json").read_text())
     assert record["runs"] == [FIGURES, FIGURES] and record["commit"] == "abc" and record["machine"] == "2 cores"
     assert record["curves"]["rlhf: objective/kl"] == [[0.3333, 0.6667]] * 2
+    assert record["command"] == "SEED=... bash scripts/run_all_tiny.sh"
+    (finished_run / "settings").write_text("SEED=3 SHUFFLE_PREFERENCES=0 DATASET=tiny+tiny_zh\n")
+    tiny_summary.main(["--write_reference", str(finished_run), str(finished_run)])
+    record = json.loads((tmp_path / "reference" / "tiny+tiny_zh.json").read_text())
+    assert record["command"] == "SEED=... DATASET='tiny tiny_zh' bash scripts/run_all_tiny.sh"
     with pytest.raises(UserError, match="wants 2 to 10 runs, got 1"):
         tiny_summary.main(["--write_reference", str(finished_run)])
 

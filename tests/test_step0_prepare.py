@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,9 +40,18 @@ def write_pairs(path, n, start=0):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
+    return prepared(tmp_path_factory, "tiny")
+
+
+@pytest.fixture(scope="module")
+def tiny_zh(tmp_path_factory):
+    return prepared(tmp_path_factory, "tiny_zh")
+
+
+def prepared(tmp_path_factory, *sets):
     folder = tmp_path_factory.mktemp("tiny") / "data"
     with pytest.MonkeyPatch.context() as patch:
-        assert run(patch, "--dataset", "tiny", "--output_dir", folder) == 0
+        assert run(patch, "--dataset", *sets, "--output_dir", folder) == 0
     return folder
 
 
@@ -77,24 +87,195 @@ def test_the_same_seed_writes_the_same_bytes(tiny, tmp_path, monkeypatch):
     assert hashes(tmp_path / "again") == hashes(tiny)
 
 
-def test_the_tokenizer_gives_every_text_back(tiny):
+ANY_TEXT = [
+    "Hello  double   spaces",
+    " leading and trailing  ",
+    "     many      spaces     ",
+    "lines\n\nand\ttabs\t\t\r\n",
+    "\n",
+    "你好，世界。",
+    "ＡＢＣ　１２３！？，。「」",  # full width, with a full-width space
+    "𠀀𪚥龘",  # beyond the first plane, and rare
+    "שלום עולם \u200f مرحبا بالعالم",
+    "🎉👩‍🚀 emoji",
+    "é é ﬁ ½ Ω \ufeff",
+    "1234567890 + [brackets] <tags> </ta> <0x41> #%&",
+    "Human: a\n\nAssistant: b",
+    "nul \0 and other control \x07\x1b\x7f",
+    "\u2585 no-break\u00a0 \u2028 line",
+]
+
+
+def check_round_trip(folder, texts):
+    """Every text comes back, no piece of it unknown, and the ids are those of sentencepiece itself."""
+    import sentencepiece
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "base_model")
-    texts = [
-        "Hello  double   spaces",
-        " leading and trailing  ",
-        "lines\n\nand\ttabs\r\n",
-        "你好，世界。",
-        "🎉👩‍🚀 emoji",
-        "é é ﬁ ½ Ω",
-        "1234567890 + [brackets] <tags> </ta> #%&",
-        "Human: a\n\nAssistant: b",
-    ]
-    texts += [m["content"] for row in rows_of(tiny, "sft", "eval") for m in row["messages"]]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    peer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     for text in texts:
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert all(tokenizer.unk_token_id not in tokenizer(text)["input_ids"] for text in texts)
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.unk_token_id not in ids and ids == peer.encode(text)
+    return tokenizer
+
+
+def test_the_tokenizer_gives_every_text_back(tiny, tiny_zh):
+    for folder in (tiny, tiny_zh):
+        texts = [m["content"] for row in rows_of(folder, "sft", "eval") for m in row["messages"]]
+        check_round_trip(folder / "base_model", ANY_TEXT + texts)
+
+
+def test_a_chinese_topic_is_the_same_piece_wherever_it_stands(tiny_zh):
+    from transformers import AutoTokenizer
+
+    from step0_data import toy_zh
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_zh / "base_model")
+    assert len(tokenizer) == 730
+    for kind, topics in toy_zh.TOPICS.items():
+        for topic in topics:
+            for sentence in (*toy_zh.QUESTIONS[kind], *toy_zh.USEFUL[kind], "{topic}。"):
+                for before in ("", " ", "谢谢你的提问。", "这你都不知道？"):
+                    assert tokenizer.tokenize(before + sentence.format(topic=topic)).count(topic) == 1
+    rows = rows_of(tiny_zh, "sft", "train")
+    lengths = [len(tokenizer(" " + row["messages"][1]["content"])["input_ids"]) + 1 for row in rows[:1000]]
+    assert max(lengths) <= 40  # answers fit the 40 new tokens of the tiny recipe
+
+
+def test_both_tiny_sets_make_one_model(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "both"
+    assert run(monkeypatch, "--dataset", "tiny", "tiny_zh", "--output_dir", folder, "--max_rows", 4) == 0
+    questions = [row["messages"][0]["content"] for row in rows_of(folder, "sft", "train")]
+    assert [question.isascii() for question in questions] == [True, False, True, False]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base_model")
+    assert len(tokenizer) == 260 + 2 * 470
+    assert "\u2581chess" in tokenizer.tokenize("Is chess hard?") and "围棋" in tokenizer.tokenize("学围棋要准备什么？")
+
+
+# A tokenizer for data of one's own ------------------------------------------------------------------------------------
+
+
+def write_mixed(path, n=150):
+    """Alpaca rows in English and Chinese, many rare characters, and all a tokenizer could stumble over."""
+    rows = [
+        {"instruction": f"Tell me about the number {i}.", "output": f"It is {i}; the next is {i + 1}.", "tag": i}
+        for i in range(n)
+    ]
+    rows += [{"instruction": f"请介绍一下第{i}号桥。", "output": f"这座桥建于{1900 + i}年，很漂亮！"} for i in range(n)]
+    rows += [{"instruction": f"{chr(0x5E00 + i)}怎么念？", "output": f"查一下{chr(0x6E00 + i)}。"} for i in range(n)]
+    rows += [{"instruction": f"Say back, {i}: {text}", "output": f"{text}."} for i, text in enumerate(ANY_TEXT)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_tokenizer_is_trained_for_data_of_ones_own(tmp_path, monkeypatch, capsys):
+    source, out = write_mixed(tmp_path / "mixed.jsonl"), tmp_path / "data"
+    flags = ["--dataset", source, "--train_tokenizer", 500, "--stages", "sft", "prompts", "--output_dir"]
+    assert run(monkeypatch, *flags, out) == 0
+    assert f"--model {out}/base_model --data {out}" in capsys.readouterr().out
+    checkpoint.verify(out / "base_model")
+    texts = [m["content"] for row in rows_of(out, "sft", "train") for m in row["messages"]]
+    assert len(texts) > 100
+    tokenizer = check_round_trip(out / "base_model", ANY_TEXT + texts)
+    assert len(tokenizer) == 500
+    vocabulary = tokenizer.get_vocab()
+    for word in ("Assistant", "\u2581number", "桥"):
+        assert word in vocabulary, word
+    assert [piece for piece in vocabulary if re.fullmatch("[\u4e00-\u9fff]{2,}", piece)]
+    # (500 - 260) / 2 of more than 200 single characters have a piece of their own, the others are spelled in bytes
+    assert len(set("".join(texts))) > 200 and sum(len(piece) == 1 for piece in vocabulary) == 120
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(out / "base_model")
+    assert (model.config.vocab_size, model.config.hidden_size, model.config.num_hidden_layers) == (500, 128, 4)
+    assert run(monkeypatch, *flags, tmp_path / "again") == 0
+    assert hashes(tmp_path / "again") == hashes(out)
+
+
+def test_the_tokenizer_sees_train_rows_of_every_stage_and_no_others(tmp_path, monkeypatch):
+    from step0_data import tiny_model
+
+    rows = [{"prompt": f"ask{i}", "chosen": f"good{i}", "rejected": f"bad{i}", "tag": f"t{i}"} for i in range(40)]
+    rows += [{"text": f"plain{i}"} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "data"
+    assert run(monkeypatch, "--dataset", tmp_path / "a.jsonl", "--eval_fraction", 0.3, "--output_dir", out) == 0
+    wanted = []
+    for row in rows_of(out, "sft", "train"):
+        wanted += [f"Human: {row['messages'][0]['content']}", f"Assistant: {row['messages'][1]['content']}"]
+    for row in rows_of(out, "preference", "train"):
+        wanted += [f"Human: {row['prompt'][0]['content']}"]
+        wanted += [f"Assistant: {row[side][0]['content']}" for side in ("chosen", "rejected")]
+    wanted += [f"Human: {row['prompt'][0]['content']}" for row in rows_of(out, "prompts", "train")]
+    wanted += [row["text"] for row in rows_of(out, "pretrain", "train")]
+    assert sorted(tiny_model.staged_texts(out)) == sorted(wanted) and len(wanted) > 50
+
+
+def test_of_much_text_the_tokenizer_sees_a_sample(tmp_path, monkeypatch):
+    from step0_data import tiny_model
+
+    source, out = write_mixed(tmp_path / "mixed.jsonl", 300), tmp_path / "data"
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out) == 0
+    seen = []
+    monkeypatch.setattr(tiny_model, "write_base_model", lambda folder, texts, *_: seen.append(list(texts)))
+    texts = list(tiny_model.staged_texts(out))
+    for limit, seed in ((10**9, 1), (5000, 1), (5000, 1), (5000, 2)):
+        monkeypatch.setattr(tiny_model, "MAX_CHARACTERS", limit)
+        tiny_model.write_base_model_for(out, seed, 2000)
+    assert "".join(seen[0]) == "".join(re.sub("[\n\r\0\u2585]", "", text) for text in texts)
+    assert seen[1] == seen[2] != seen[3]
+    assert 4000 < sum(map(len, seen[1])) < 6000 < 20000 < sum(map(len, seen[0]))
+
+
+def test_long_lines_are_cut_rather_than_left_out():
+    """sentencepiece leaves out what is longer than 4,192 bytes: three of a character, or 1,000 of four bytes each."""
+    from step0_data import tiny_model
+
+    text = "a" * 2500 + "\n" + "🎉" * 1001
+    lines = list(tiny_model.lines_of(text))
+    assert [len(line) for line in lines] == [1000, 1000, 500, 1000, 1]
+    assert "".join(lines) == text.replace("\n", "") and max(len(line.encode()) for line in lines) <= 4000
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--train_tokenizer", 5000],
+            r"too little text for a tokenizer of 5000 pieces: it is enough for \d+ or fewer; or",
+        ),
+        (["--train_tokenizer", 299], "--train_tokenizer 299: wanted 300 or more; 260 are always there"),
+        (["--dataset", "tiny", "--train_tokenizer", 500], "--train_tokenizer is for data of your own"),
+        (["--dataset", "tiny_zh", "pairs.jsonl"], "tiny stands alone, or with tiny_zh"),
+        (["--dataset", "tiny", "tiny", "tiny_zh"], "tiny stands alone, or with tiny_zh"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
+    source, out = write_mixed(tmp_path / "mixed.jsonl", 20), tmp_path / "data"
+    assert run(monkeypatch, "--dataset", source, "--output_dir", out, *flags) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_the_largest_size_that_is_named_works(tmp_path, monkeypatch, capsys):
+    source, flags = write_mixed(tmp_path / "mixed.jsonl", 20), ["--output_dir", tmp_path / "data", "--train_tokenizer"]
+    assert run(monkeypatch, "--dataset", source, *flags, 5000) == 2
+    largest = int(re.search(r"enough for (\d+) or fewer", capsys.readouterr().err)[1])
+    assert run(monkeypatch, "--dataset", source, *flags, largest + 1) == 2
+    assert run(monkeypatch, "--dataset", source, *flags, largest) == 0
+
+
+def test_the_character_that_sentencepiece_uses_for_spaces_is_said(tmp_path, monkeypatch, capsys):
+    rows = [{"prompt": f"bars {i}", "completion": f"\u2581\u2581 {'good ' * (i % 7)} {i}"} for i in range(80)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--dataset", tmp_path / "a.jsonl", "--eval_fraction", 0, "--output_dir", tmp_path / "data"]
+    assert run(monkeypatch, *flags, "--train_tokenizer", 300) == 0
+    assert "the train rows have the character \u2581 (U+2581) 160 times" in capsys.readouterr().out
 
 
 def test_the_tokenizer_has_four_special_tokens_and_our_template(tiny):
@@ -149,7 +330,7 @@ def test_another_seed_gives_other_weights_and_leaves_the_generator_alone(tmp_pat
     weights = []
     for seed in (1, 2, 1):
         before = torch.get_rng_state()
-        tiny_model.write_model(tmp_path, seed)
+        tiny_model.write_model(tmp_path, seed, 730)
         assert torch.equal(torch.get_rng_state(), before)
         weights.append(load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone())
     assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[0], weights[1])
@@ -159,8 +340,8 @@ def test_too_little_text_for_the_tokenizer_is_said(tmp_path):
     from common.errors import UserError
     from step0_data import tiny_model
 
-    with pytest.raises(UserError, match="cannot train a tokenizer of 730 pieces on 1 texts"):
-        tiny_model.write_tokenizer(tmp_path, ["hello"])
+    with pytest.raises(UserError, match="too little text for a tokenizer of 730 pieces: it is enough for 272 or fewer"):
+        tiny_model.write_tokenizer(tmp_path, ["hello"], 730)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
