@@ -8,7 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from common import cli
@@ -378,6 +378,8 @@ JSON = st.recursive(
     indent=st.sampled_from([None, 1]),
     escape=st.booleans(),
 )
+@example(values=[0.0], chunk=1, indent=None, escape=False)
+@example(values=[12, -0.5, 1.5e-07, 10**30], chunk=3, indent=None, escape=False)
 def test_a_json_list_is_read_in_pieces_of_any_size(tmp_path, values, chunk, indent, escape):
     path = tmp_path / "a.json"
     text = json.dumps(values, indent=indent, ensure_ascii=escape)
