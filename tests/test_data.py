@@ -434,6 +434,9 @@ def test_micro_batches_by_tokens_by_hand():
     # One forward on each of two ranks: 4 x 4 tokens beside 2 x 10, though all in one would be allowed.
     six = [batches.pack_micro_batches(list("abcdef"), rank, 2, padded(lengths), 1000) for rank in (0, 1)]
     assert six == [[list("abcd")], [list("ef")]]
+    # Five rows of one length, four ranks: pairs are enough, but one of them parts so that nobody waits.
+    five = [batches.pack_micro_batches(list("vwxyz"), rank, 4, len, 100) for rank in range(4)]
+    assert five == [[["v"]], [["y"]], [["z"]], [["w", "x"]]]
     # More ranks than rows: rows of weight zero.
     assert [batches.pack_micro_batches(["a", "g"], rank, 3, padded(lengths), 9) for rank in range(3)] == [
         [["a"]],
