@@ -6,6 +6,7 @@ resumed or re-laid-out run sees the same data in the same order.
 Legend: B rows of a micro-batch, Q padded prompt length, T padded length.
 """
 
+import bisect
 import functools
 import hashlib
 import math
@@ -72,22 +73,31 @@ def pack_micro_batches(
         padded_tokens: what a micro-batch of these rows takes, padding included; more for more rows.
         max_tokens: only a row that alone takes more is over it, by itself in its micro-batch.
 
-    Groups are filled from the long end, each as full as it gets, and the largest are halved until every rank has one
-    for each slot. Neighbouring groups share a slot, since a slot takes as long as its largest group.
+    Each rank gets as few as can be. Then they are made as small as that number allows, and the largest are halved
+    until every rank has one for each slot. Those of a size share a slot, which takes as long as its largest one.
     """
+    fewest = math.ceil(len(_filled(rows, padded_tokens, max_tokens)) / world)
+    limit = bisect.bisect_left(
+        range(max_tokens), -fewest, key=lambda most: -math.ceil(len(_filled(rows, padded_tokens, most)) / world)
+    )
+    groups = _filled(rows, padded_tokens, limit)
+    while len(groups) < min(fewest * world, len(rows)):
+        largest = max((group for group in groups if len(group) > 1), key=padded_tokens)
+        at, half = groups.index(largest), len(largest) // 2
+        groups[at : at + 1] = [largest[half:], largest[:half]]
+    groups = sorted(reversed(groups), key=padded_tokens)
+    return [(groups[i * world : (i + 1) * world] + [[]] * world)[rank] for i in range(fewest)]
+
+
+def _filled(rows: list, padded_tokens: Callable[[list], int], max_tokens: int) -> list[list]:
+    """Groups of neighbours, each filled from the long end: there is no cut into fewer."""
     groups: list[list] = []
     for row in reversed(rows):
         if groups and padded_tokens([row, *groups[-1]]) <= max_tokens:
             groups[-1].insert(0, row)
         else:
             groups.append([row])
-    while len(groups) % world and len(groups) < len(rows):
-        largest = max((group for group in groups if len(group) > 1), key=padded_tokens)
-        at, half = groups.index(largest), len(largest) // 2
-        groups[at : at + 1] = [largest[half:], largest[:half]]
-    groups = sorted(reversed(groups), key=padded_tokens)
-    slots = math.ceil(len(groups) / world)
-    return [(groups[i * world : (i + 1) * world] + [[]] * world)[rank] for i in range(slots)]
+    return groups
 
 
 # ---- padded batches

@@ -447,8 +447,14 @@ def test_micro_batches_by_tokens_by_hand():
     # g is over the budget alone; e and f make 20; a to d make 4 x 4.
     assert pack(0, 1, 20) == [list("abcd"), list("ef"), ["g"]]
     assert pack(0, 1, 1000) == [list("abcdefg")] and pack(0, 1, 1) == [[row] for row in "abcdefg"]
-    # Three groups on two ranks: the largest that can be is halved, and like sizes run at the same time.
+    # On two ranks there is room for a fourth, so e and f part; like sizes run at the same time.
     assert [pack(rank, 2, 20) for rank in (0, 1)] == [[["e"], list("abcd")], [["f"], ["g"]]]
+    # One forward on each of two ranks: 4 x 4 tokens beside 2 x 10, though all in one would be allowed.
+    six = [batches.pack_micro_batches(list("abcdef"), rank, 2, padded(lengths), 1000) for rank in (0, 1)]
+    assert six == [[list("abcd")], [list("ef")]]
+    # Five rows of one length, four ranks: pairs are enough, but one of them parts so that nobody waits.
+    five = [batches.pack_micro_batches(list("vwxyz"), rank, 4, len, 100) for rank in range(4)]
+    assert five == [[["v"]], [["y"]], [["z"]], [["w", "x"]]]
     # More ranks than rows: rows of weight zero.
     assert [batches.pack_micro_batches(["a", "g"], rank, 3, padded(lengths), 9) for rank in range(3)] == [
         [["a"]],
