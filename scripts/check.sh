@@ -15,4 +15,10 @@ $python -m ruff check .
 $python -m ruff format --check .
 where=(tests)
 for word in "$@"; do [[ ! -e ${word%%::*} ]] || where=(); done # a file among the words: only that
-exec $python -m pytest -c tests/pytest.ini --rootdir . "${where[@]}" "$@"
+# Whole files go to several processes; a part of the suite (words given) runs in one, which shows what tests print.
+many=()
+if (($# == 0)); then
+    cores=$(nproc)
+    many=(-n "$((cores < 4 ? cores : 4))" --dist loadfile)
+fi
+exec $python -m pytest -c tests/pytest.ini --rootdir . "${many[@]}" "${where[@]}" "$@"

@@ -258,6 +258,13 @@ def test_no_row_left_is_an_error_from_the_cache_too(tmp_path):
         load(data.locate(tmp_path, "sft"), folder=tmp_path / "cache")
 
 
+def small_server():
+    """Children of a small process: this one has grown too large to be copied."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(stage_processes.PRELOAD)
+    return context
+
+
 def _make(folder: str, go) -> None:
     go.wait()
     load(data.locate(f"{folder}/data", "sft"), folder=f"{folder}/cache")
@@ -265,7 +272,7 @@ def _make(folder: str, go) -> None:
 
 def test_processes_that_start_at_once_write_once(tmp_path):
     prepared(tmp_path / "data", count=400)
-    context = multiprocessing.get_context("fork")
+    context = small_server()
     go = context.Event()
     children = [context.Process(target=_make, args=(str(tmp_path), go)) for _ in range(3)]
     for child in children:
@@ -300,7 +307,7 @@ def _write_until_killed(folder: str, at: int) -> None:
 def test_killed_at_every_moment_of_writing_the_next_run_mends_it(tmp_path):
     files = prepared(tmp_path / "data")
     expected = list(load(files)[0])
-    context, kills = multiprocessing.get_context("fork"), 0
+    context, kills = small_server(), 0
     for at in range(1, 30):
         for path in (tmp_path / "cache").glob("*"):
             path.unlink()
