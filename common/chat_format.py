@@ -216,9 +216,13 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
                 break
             answers.append((messages[i]["content"], before, answer, full))
             later = before
-    encoded = _as_context(tokenizer, later)
+    ids = _tokens(tokenizer, later)
+    encoded = _Encoded(later, ids, [False] * len(ids))
     for content, before, answer, full in reversed(answers):
-        encoded = _answered(tokenizer, _followed(tokenizer, encoded, before), content, answer, full)
+        prompt = _followed(tokenizer, encoded, before)
+        encoded = _answered(tokenizer, prompt, content, answer, full)
+        if encoded.trouble:  # no model should give this answer: it stays as context
+            encoded.mask[len(prompt.ids) :] = [False] * (len(encoded.ids) - len(prompt.ids))
     return _followed(tokenizer, encoded, text)
 
 
@@ -228,15 +232,8 @@ def _render_prompt(tokenizer, messages) -> str:
     return _render(tokenizer, messages, generation_prompt=True)
 
 
-def _as_context(tokenizer, text: str) -> _Encoded:
-    ids = _tokens(tokenizer, text)
-    return _Encoded(text, ids, [False] * len(ids))
-
-
 def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
-    """`text`, which begins with the past's, as context after it. An answer that no model should give stays context."""
-    if past.trouble:
-        return _as_context(tokenizer, text)
+    """`text`, which begins with the past's, as context after it."""
     return past.extended(tokenizer, text[len(past.text) :], trained=False)
 
 

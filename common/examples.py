@@ -63,7 +63,8 @@ class Report:
         if self.shortened:
             parts.append(f"{self.shortened} of them without their oldest turns")
         if self.partly_trained:
-            parts.append(f"{self.partly_trained} of them with earlier answers not trained (template rewrites history)")
+            why = "the template rewrites them, or they hold the stop token"
+            parts.append(f"{self.partly_trained} of them with earlier answers not trained ({why})")
         parts += [f"{n} set aside: {reason} ({self.first[reason]})" for reason, n in self.set_aside.items()]
         return "; ".join(parts)
 
