@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -400,8 +401,8 @@ def decode_answer(tokenizer, ids: list[int]) -> str:
 
 
 def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
-    """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn nor the
-    last user turn. Returns its ids and the messages that are left, or None when even those do not fit."""
+    """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn in
+    front nor the last user turn. Returns its ids and the messages that are left, or None when those do not fit."""
     return _fit(tokenizer, _checked_prompt(messages), max_length)
 
 
@@ -409,7 +410,7 @@ def _fit(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], l
     ids = _encode_prompt(tokenizer, messages).ids
     if len(ids) <= max_length:
         return ids, messages
-    system = messages[:1] if messages[0]["role"] == "system" else []
+    system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
     users = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
 

@@ -107,15 +107,15 @@ def tokenise_sft(
 
 
 def tokenise_pairs(
-    tokenizer, rows: Iterable[dict], max_length: int, first_row: int = 0, max_prompt_length: int | None = None
+    tokenizer, rows: Iterable[dict], max_length: int, first_row: int = 0
 ) -> tuple[list[PairExample], Report]:
     """Preference pairs whose answers are cut on the right so that prompt + answer has `max_length` tokens at most.
 
-    A prompt over `max_prompt_length` (None: max_length - 1) loses its oldest turns first. Pairs that are equal,
-    or are once cut, say nothing and are set aside.
+    A prompt that leaves no room for an answer loses its oldest turns first. Pairs that are equal, or are once cut, say
+    nothing and are set aside.
     """
     examples, report = [], Report("preference data")
-    prompt_limit = min(max_prompt_length or max_length, max_length - 1)
+    prompt_limit = max_length - 1
     for number, row in enumerate(rows, first_row):
         report.read += 1
         try:

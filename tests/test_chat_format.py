@@ -559,6 +559,13 @@ def test_fit_prompt_drops_the_oldest_whole_exchanges():
     assert messages == turns("one", "1", "two", "2", "three", system="S")
 
 
+def test_fit_prompt_keeps_every_system_turn_at_the_front():
+    tok = cached("characters", "plain")
+    front = [{"role": "system", "content": text} for text in ("S", "T")]
+    left = front + turns("c")
+    assert cf.fit_prompt(tok, front + turns("a", "b", "c"), len("S--T--c") + 1) == (cf.encode_prompt(tok, left), left)
+
+
 def test_fit_prompt_keeps_all_of_the_last_exchange():
     tok = cached("characters", "plain")
     messages = [*turns("a", "b", "c"), {"role": "system", "content": "note"}]
