@@ -177,7 +177,7 @@ def _ensure(folder: Path, kind: str, tokenizer, file: Path, limit: int, what: di
         _say(f"tokens: another process is writing to {folder}; waiting for it")
         lock.acquire()
     try:
-        for leftover in folder.glob(".*tmp*"):
+        for leftover in folder.glob(f".{kind}-*.tmp"):
             leftover.unlink()  # of a process that was killed: only the one with the lock writes here
         damage = _damage(path, what)
         if damage is None:
@@ -215,7 +215,7 @@ def _damage(path: Path, what: dict) -> str | None:
 
 def _write(path: Path, kind: str, tokenizer, file: Path, limit: int, what: dict, processes: int) -> None:
     path.with_suffix(".json").unlink(missing_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     report = Report("")
     try:
         # A stream, not arrow's file format: that allows columns of categories one dictionary only.
