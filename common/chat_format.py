@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -216,9 +217,13 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
                 break
             answers.append((messages[i]["content"], before, answer, full))
             later = before
-    encoded = _as_context(tokenizer, later)
+    ids = _tokens(tokenizer, later)
+    encoded = _Encoded(later, ids, [False] * len(ids))
     for content, before, answer, full in reversed(answers):
-        encoded = _answered(tokenizer, _followed(tokenizer, encoded, before), content, answer, full)
+        prompt = _followed(tokenizer, encoded, before)
+        encoded = _answered(tokenizer, prompt, content, answer, full)
+        if encoded.trouble:  # no model should give this answer: it stays as context
+            encoded.mask[len(prompt.ids) :] = [False] * (len(encoded.ids) - len(prompt.ids))
     return _followed(tokenizer, encoded, text)
 
 
@@ -228,15 +233,8 @@ def _render_prompt(tokenizer, messages) -> str:
     return _render(tokenizer, messages, generation_prompt=True)
 
 
-def _as_context(tokenizer, text: str) -> _Encoded:
-    ids = _tokens(tokenizer, text)
-    return _Encoded(text, ids, [False] * len(ids))
-
-
 def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
-    """`text`, which begins with the past's, as context after it. An answer that no model should give stays context."""
-    if past.trouble:
-        return _as_context(tokenizer, text)
+    """`text`, which begins with the past's, as context after it."""
     return past.extended(tokenizer, text[len(past.text) :], trained=False)
 
 
@@ -403,8 +401,8 @@ def decode_answer(tokenizer, ids: list[int]) -> str:
 
 
 def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
-    """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn nor the
-    last user turn. Returns its ids and the messages that are left, or None when even those do not fit."""
+    """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn in
+    front nor the last user turn. Returns its ids and the messages that are left, or None when those do not fit."""
     return _fit(tokenizer, _checked_prompt(messages), max_length)
 
 
@@ -412,7 +410,7 @@ def _fit(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], l
     ids = _encode_prompt(tokenizer, messages).ids
     if len(ids) <= max_length:
         return ids, messages
-    system = messages[:1] if messages[0]["role"] == "system" else []
+    system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
     users = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
 

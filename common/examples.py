@@ -63,7 +63,8 @@ class Report:
         if self.shortened:
             parts.append(f"{self.shortened} of them without their oldest turns")
         if self.partly_trained:
-            parts.append(f"{self.partly_trained} of them with earlier answers not trained (template rewrites history)")
+            why = "the template rewrites them, or they hold the stop token"
+            parts.append(f"{self.partly_trained} of them with earlier answers not trained ({why})")
         parts += [f"{n} set aside: {reason} ({self.first[reason]})" for reason, n in self.set_aside.items()]
         return "; ".join(parts)
 
@@ -106,15 +107,15 @@ def tokenise_sft(
 
 
 def tokenise_pairs(
-    tokenizer, rows: Iterable[dict], max_length: int, first_row: int = 0, max_prompt_length: int | None = None
+    tokenizer, rows: Iterable[dict], max_length: int, first_row: int = 0
 ) -> tuple[list[PairExample], Report]:
     """Preference pairs whose answers are cut on the right so that prompt + answer has `max_length` tokens at most.
 
-    A prompt over `max_prompt_length` (None: max_length - 1) loses its oldest turns first. Pairs that are equal,
-    or are once cut, say nothing and are set aside.
+    A prompt that leaves no room for an answer loses its oldest turns first. Pairs that are equal, or are once cut, say
+    nothing and are set aside.
     """
     examples, report = [], Report("preference data")
-    prompt_limit = min(max_prompt_length or max_length, max_length - 1)
+    prompt_limit = max_length - 1
     for number, row in enumerate(rows, first_row):
         report.read += 1
         try:

@@ -106,7 +106,7 @@ def load(kind: str, tokenizer, files: DataFiles, file: Path, limit: int, cache: 
             return str(_ensure(_folder(cache, files, file), kind, tokenizer, file, limit, what, _processes(many)))
 
         path = Path(distributed.from_main(ensure))
-        if not path.exists():  # this host does not see the first one's disk
+        if not path.with_suffix(".json").exists():  # this host does not see the first one's disk
             path = Path(ensure())
         distributed.barrier()
         examples, report = _open(kind, path)
@@ -138,7 +138,8 @@ def _key(kind: str, tokenizer, data: str, limit: int) -> dict[str, str]:
         "kind": kind,
         "data": data,
         "limit": str(limit),
-        "tokenizer": hash_tree(saved | {"class": type(tokenizer).__name__}),
+        # Of a class that came with a model, the module's name holds the commit or the hash of its files.
+        "tokenizer": hash_tree(saved | {"class": f"{type(tokenizer).__module__}.{type(tokenizer).__name__}"}),
         "a prompt": json.dumps(chat_format.encode_prompt(tokenizer, question)),
         "code": hash_tree(code),
         **{name: importlib.metadata.version(name) for name in _LIBRARIES},
@@ -176,7 +177,7 @@ def _ensure(folder: Path, kind: str, tokenizer, file: Path, limit: int, what: di
         _say(f"tokens: another process is writing to {folder}; waiting for it")
         lock.acquire()
     try:
-        for leftover in folder.glob(".tmp-*"):
+        for leftover in folder.glob(f".{kind}-*.tmp"):
             leftover.unlink()  # of a process that was killed: only the one with the lock writes here
         damage = _damage(path, what)
         if damage is None:
@@ -214,7 +215,7 @@ def _damage(path: Path, what: dict) -> str | None:
 
 def _write(path: Path, kind: str, tokenizer, file: Path, limit: int, what: dict, processes: int) -> None:
     path.with_suffix(".json").unlink(missing_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     report = Report("")
     try:
         # A stream, not arrow's file format: that allows columns of categories one dictionary only.

@@ -372,6 +372,25 @@ def test_a_stop_token_written_out_in_an_earlier_answer_makes_that_answer_context
         *("<s>", "\n\nHuman: Hi\n\nAssistant: Y", "</s>", "o", "</s>", "\n\nHuman: Hm\n\nAssistant:"),
         *("+ Ah", "+</s>"),
     )
+    # Answers before it are trained as they would be without it, on the ids that the actor was shown and gave.
+    assert cf.encode_conversation(tok, turns("Hi", "Oh", "And?", "Y</s>o", "Hm", "Ah")) == by_hand(
+        tok,
+        *("<s>", "\n\nHuman: Hi\n\nAssistant:", "+ Oh", "+</s>", "\n\nHuman: And?\n\nAssistant:"),
+        *(" Y", "</s>", "o", "</s>", "\n\nHuman: Hm\n\nAssistant:", "+ Ah", "+</s>"),
+    )
+
+
+def test_an_answer_that_spells_eos_changes_no_id_before_it():
+    """Here as one text the prompt's last characters and the answer's first would be other tokens."""
+    tok = small.byte_level(
+        ("<s>", "</s>"), ["\n\nAssistant: Yes </s>"] * 9, words=False, bos_token="<s>", eos_token="</s>"
+    )
+    cf.ensure_template(tok, "deepseek")
+    messages = turns("Hi", " Yes", "And?", "Yes </s>", "Hm", "Ah")
+    ids, _ = cf.encode_conversation(tok, messages)
+    for answer in (1, 3, 5):
+        shown = cf.encode_prompt(tok, messages[:answer])
+        assert ids[: len(shown)] == shown
 
 
 def test_an_answer_that_spells_the_eos_of_a_template_with_another_turn_end():
@@ -538,6 +557,13 @@ def test_fit_prompt_drops_the_oldest_whole_exchanges():
         assert cf.fit_prompt(tok, messages, limit) == (cf.encode_prompt(tok, left), left)
     assert cf.fit_prompt(tok, messages, size[5] - 1) is None
     assert messages == turns("one", "1", "two", "2", "three", system="S")
+
+
+def test_fit_prompt_keeps_every_system_turn_at_the_front():
+    tok = cached("characters", "plain")
+    front = [{"role": "system", "content": text} for text in ("S", "T")]
+    left = front + turns("c")
+    assert cf.fit_prompt(tok, front + turns("a", "b", "c"), len("S--T--c") + 1) == (cf.encode_prompt(tok, left), left)
 
 
 def test_fit_prompt_keeps_all_of_the_last_exchange():

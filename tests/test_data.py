@@ -295,13 +295,6 @@ def test_pairs_are_cut_counted_or_set_aside():
     assert "2 set aside: not a list of messages (first row 6, got 'ab')" in str(report)
 
 
-def test_pairs_with_a_limit_of_their_own_on_prompts():
-    row = {"prompt": user("abcd"), "chosen": answer("x"), "rejected": answer("y")}
-    assert examples.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=5)[1].kept == 1
-    aside = examples.tokenise_pairs(tokenizer(), [row], 100, max_prompt_length=4)[1].set_aside
-    assert aside == {"prompt over 4 tokens even without its older turns": 1}
-
-
 def test_prompts_are_shortened_or_set_aside_and_keep_their_columns():
     long = user("abc") + answer("d") + user("e")
     rows = [{"prompt": user("abc"), "answer": 7, "x": None}, {"prompt": long, "answer": 8}, {"prompt": user("abcd")}]

@@ -15,7 +15,7 @@ import small_tokenizers as small
 import stage_processes
 from small_models import save_llama
 
-from common import chat_format, data, examples, tokens
+from common import chat_format, data, distributed, examples, tokens
 from common.errors import UserError
 from common.metrics import read_jsonl
 
@@ -204,6 +204,15 @@ def test_code_and_kind_are_in_the_key(tmp_path, monkeypatch):
     assert tokens._key("sft", tokenizer(), "0", LIMIT) != first
 
 
+def test_a_tokenizer_class_of_other_code_is_another_cache():
+    """A class that comes with a model keeps its name when its code changes; the module it is loaded as does not."""
+    tok, keys = tokenizer(), []
+    for commit in ("3f2a", "9b01"):
+        tok.__class__ = type("TheirTokenizer", (type(tok),), {"__module__": f"transformers_modules.theirs.{commit}"})
+        keys.append(tokens._key("sft", tok, "0", LIMIT))
+    assert keys[0] != keys[1]
+
+
 # ---- damage, and more than one process
 
 
@@ -232,6 +241,16 @@ def test_damage_is_found_told_and_mended(tmp_path, capsys):
         assert (f"tokens: {path} {said}" in out and "made again" in out) if said else not out
         assert path.read_bytes() == whole and path.with_suffix(".json").read_bytes() == sealed
     assert sorted(p.name for p in folder.iterdir()) == sorted([".lock", path.name, path.with_suffix(".json").name])
+
+
+def test_a_second_host_takes_no_file_of_its_own_that_was_never_finished(tmp_path, monkeypatch):
+    files, folder = prepared(tmp_path / "data"), tmp_path / "cache"
+    expected = list(load(files, folder=folder)[0])
+    path = folder / arrows(folder)[0]
+    path.write_bytes(path.read_bytes()[:-9])
+    path.with_suffix(".json").unlink()
+    monkeypatch.setattr(distributed, "from_main", lambda function: str(path))  # found whole on the first one's disk
+    assert list(load(files, folder=folder)[0]) == expected
 
 
 def test_a_file_that_is_in_use_is_never_written_into(tmp_path):
@@ -281,7 +300,7 @@ def test_processes_that_start_at_once_write_once(tmp_path):
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0, 0] and len(arrows(tmp_path / "cache")) == 1
-    assert not list((tmp_path / "cache").glob(".tmp-*"))
+    assert not list((tmp_path / "cache").glob(".*.tmp"))
 
 
 def _write_until_killed(folder: str, at: int) -> None:
@@ -308,8 +327,10 @@ def test_killed_at_every_moment_of_writing_the_next_run_mends_it(tmp_path):
     files = prepared(tmp_path / "data")
     expected = list(load(files)[0])
     context, kills = small_server(), 0
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/.tmp-notes.tmp").touch()  # not ours, in a folder that the user named
     for at in range(1, 30):
-        for path in (tmp_path / "cache").glob("*"):
+        for path in (tmp_path / "cache").glob("*sft-*"):
             path.unlink()
         child = context.Process(target=_write_until_killed, args=(str(tmp_path), at))
         child.start()
@@ -320,7 +341,9 @@ def test_killed_at_every_moment_of_writing_the_next_run_mends_it(tmp_path):
         kills += 1
         # What is left is either whole or not taken for it.
         assert list(load(files, folder=tmp_path / "cache")[0]) == expected
-        assert not list((tmp_path / "cache").glob(".tmp-*"))
+        name = arrows(tmp_path / "cache")[0].removesuffix(".arrow")
+        there = {p.name for p in (tmp_path / "cache").iterdir()}
+        assert there == {".lock", ".tmp-notes.tmp", f"{name}.arrow", f"{name}.json"}
     assert kills >= 4
 
 
