@@ -50,7 +50,7 @@ def number(value) -> float | None:
     """A number, also out of a csv cell; None where there is none."""
     try:
         found = math.nan if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
 
@@ -85,6 +85,10 @@ def in_our_names(row: dict, names: dict[str, str]) -> dict:
         moved = {*names, *names.values()}
         row = {ours: row[theirs] for ours, theirs in names.items()} | rest(row, moved)
     changes, _ = _look_at(tuple(row))
+    twice = next((ours for name, ours in changes.items() if list(changes.values()).count(ours) > 1), None)
+    if twice:
+        same = " and ".join(name for name, ours in changes.items() if ours == twice)
+        raise BadRow(f"the columns {same} are one name in other letters", f"say which by --columns {twice}=THEIRS")
     return {changes.get(name, name): value for name, value in row.items()} if changes else row
 
 

@@ -26,12 +26,16 @@ _MARKS = ("overall_score", "score", "rating", "reward", "rank")
 
 
 def is_pair(row: dict) -> bool:
-    return bool(has(row, "chosen") and has(row, *REJECTED))
+    """Also where one of the two is null: half a pair is a mistake, and nothing else."""
+    return bool("chosen" in row and any(name in row for name in REJECTED) and has(row, "chosen", *REJECTED))
 
 
 def pair(row: dict) -> Record:
     """`chosen` + `rejected`, with a `prompt`, Alpaca's or ShareGPT's in front, or with the prompt inside both."""
-    name = has(row, *REJECTED)
+    name = has(row, *REJECTED) or next(name for name in REJECTED if name in row)
+    for column in ("chosen", name):
+        if not has(row, column):
+            raise BadRow(f"{column} is null, and the other answer of the pair is not", "give it an answer")
     row = _with_the_name_in_the_prompt(row, name)
     prompt, is_open = _prompt_side(row)
     chosen, rejected = (_answer_side(row[column], column, prompt is not None) for column in ("chosen", name))
