@@ -146,7 +146,7 @@ ROWS = {  # file: content, place, reason, fix
     "huge_score.jsonl": (lines(row(margin=10**400)), "line 2",
         f"margin is 1{'0' * 189}...", "wanted a number"),
     "same_name.jsonl": (lines(b'{"Prompt": "q", "PROMPT": "r", "completion": "a"}\n'), "line 2",
-        "the columns Prompt and PROMPT are one name in other letters", "say which by --columns prompt=THEIRS"),
+        "the columns Prompt and PROMPT are both prompt here", "say which by --columns prompt=THEIRS"),
     "deep_picture.jsonl": (lines(b'{"prompt": "q", "images": ' + b"[" * 900 + b"]" * 900 + b"}\n"), "line 2",
         "nested too deeply", "make it flatter"),
     "deep_column.jsonl": (lines(b'{"prompt": "q", "x": ' + b"[" * 100 + b"]" * 100 + b"}\n"), "line 2",

@@ -624,6 +624,7 @@ def test_of_many_files_left_out_some_are_named(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--output_dir", "x" * 300], "x cannot be written: File name too long; choose another"),
         (["--eval_fraction", "some"], "some is not in [0, 1)"),
         (["--dataset", "~nobody_of_that_name/x.jsonl"], "no such file or folder (Could not determine home directory)"),
         (["--dataset", "x" * 300], "x: no such file or folder (File name too long); give a path or a hub name"),
@@ -645,6 +646,15 @@ def test_usage_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, fla
     error = capsys.readouterr().err
     assert code == 2 and message in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "data").exists()
+
+
+def test_a_terminal_without_the_letters_of_a_name_stops_nothing(tmp_path):
+    write_pairs(tmp_path / "对.jsonl", 20)
+    command = [sys.executable, str(ROOT / "step0_data/prepare.py"), "--dataset", "对.jsonl"]
+    environment = {**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "\\u5bf9.jsonl: 20 rows read" in done.stdout
 
 
 def test_the_script_runs_from_any_folder_and_knows_other_names_of_its_flags(tmp_path):
