@@ -25,7 +25,18 @@ _ALSO = {"system_prompt": "system"}  # OpenOrca's name
 _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 
 # Columns whose emptiness means "this row is of another form"; an empty `chosen` or `output` is a bad row instead.
-_SPARSE = {"input", "system", "history", "prompt", "messages", "conversations", "instruction", *LABEL, *QUESTION}
+_SPARSE = {
+    "input",
+    "context",
+    "system",
+    "history",
+    "prompt",
+    "messages",
+    "conversations",
+    "instruction",
+    *LABEL,
+    *QUESTION,
+}
 
 
 def has(row: dict, *columns: str) -> str | None:

@@ -224,7 +224,7 @@ def _string(row: dict, column: str) -> str:
 
 
 def alpaca_prompt(row: dict) -> list[dict]:
-    parts = [_string(row, column) for column in ("instruction", "input") if has(row, column)]
+    parts = [_string(row, column) for column in ("instruction", has(row, "input", "context")) if column]  # Dolly's name
     return with_system(row, [*_history(row), message("user", "\n".join(parts))])
 
 

@@ -482,6 +482,14 @@ def test_a_system_text_stands_in_front_of_every_prompt(row, form, column):
     assert formats.convert(row | {column: ""})[1].prompt == Q  # as a csv has it
 
 
+def test_the_context_of_dolly_is_its_input():
+    row = {"instruction": "Q", "context": "x", "response": "A", "category": "closed_qa"}
+    form, record = formats.convert(row)
+    assert form.name == "alpaca" and record.prompt == [user("Q\nx")] and record.answer == A
+    assert formats.convert(row | {"context": ""})[1].prompt == Q
+    assert formats.convert(row | {"input": "y"})[1].prompt == [user("Q\ny")]
+
+
 def test_a_history_stands_in_front_of_a_prompt():
     row = {"prompt": "Q", "response": "A", "history": [["q", "a"]]}  # as ChatGLM's own recipe has it
     _, record = formats.convert(row | {"system": "S"})
