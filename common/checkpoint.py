@@ -53,9 +53,12 @@ class RunFolder:
         main_process: bool = True,
     ):
         self.path = Path(path)
-        for part in (self.path, *self.path.parents):
-            if part.exists() and not part.is_dir():
-                raise UserError(f"--output_dir {path}: {part} is a file; choose a folder")
+        try:
+            file = next((it for it in (self.path, *self.path.parents) if it.exists() and not it.is_dir()), None)
+        except OSError as error:  # too long a name
+            raise UserError(f"--output_dir {path} cannot be written: {error.strerror}; choose another") from error
+        if file:
+            raise UserError(f"--output_dir {path}: {file} is a file; choose a folder")
         if any((self.path / name).exists() for name in finished):
             raise UserError(f"{path} holds a finished run; choose another --output_dir or remove the folder")
         self._lock = None

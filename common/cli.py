@@ -275,6 +275,8 @@ def read_config(path: Path, stages: tuple[str, ...] = ()) -> dict:
 
 def run(main: Callable[[], None]) -> int:
     """Runs an entry script: 0 done, 1 failed, 2 a mistake the user can mend, 130 Ctrl-C, 143 SIGTERM after saving."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no Chinese, say, is shown escapes
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     try:
         main()
     except (UserError, RunFailed) as error:

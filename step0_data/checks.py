@@ -29,6 +29,7 @@ OPENING_RATIO = 0.5  # of the other side's answers with that opening to this sid
 OPENING_WORDS = 5  # "I am sorry, but I"; a Chinese character counts as a word
 DIALOGUE_SHARE = 0.02  # of answers with a turn marker inside: enough for a model to learn to speak for the user
 DIALOGUE_PROMPT_SHARE = 0.1  # of prompts, which quote dialogues more often
+DIALOGUE_TEXT_SHARE = 0.5  # of pretraining texts: then they are conversations that a template has been through
 CUT_SHARE = 0.1  # of rows over a stage's default length
 LONG_ANSWER_SHARE = 0.5  # of answers over what step 3 samples by default
 ASIDE_SHARE = 0.01  # of rows the chat template or the stage cannot use
@@ -44,8 +45,8 @@ LIMITS = {
 MAX_COMPLETION_LENGTH = 256
 
 _MARKER = re.compile(
-    r"^[ \t]*(Human|User|Assistant|### ?Instruction|### ?Response|用户|助手|人类)[ \t]*[:：]"
-    r"|<\|(im_start|im_end|eot_id|start_header_id|user|assistant)\|>|\[/?INST\]|<start_of_turn>",
+    r"^[ \t]*(Human|User|Assistant|### ?Instruction|### ?Response|### ?Human|### ?Assistant|用户|助手|人类)[ \t]*[:：]"
+    r"|<\|(im_start|im_end|eot_id|start_header_id|user|assistant|end|endoftext)\|>|\[/?INST\]|<(start|end)_of_turn>|</s>\s*\Z",
     re.MULTILINE,
 )
 _CJK = "\u3040-\u30ff\u3400-\u9fff"  # Japanese syllables, Chinese characters: written without spaces
@@ -87,11 +88,17 @@ class Tally:
             words = list(_WORD.finditer(text[:200]))[:OPENING_WORDS]
             opening = " ".join(text[: words[-1].end()].split()) if words else ""
             self.openings.setdefault(name, Counter())[opening] += 1
+        what = "text" if self.stage == "pretrain" else "answer"
+        self.found[f"dialogue in {what}"] += any(_MARKER.search(text) for text in texts.values())
         if self.stage == "pretrain":
             return
         better = texts.get("chosen", texts.get("answer"))
         if better is not None and len(better.strip()) >= LEAK_CHARS and _squeeze(better) in asked:
             self.found["leak"] += 1
+        last = _squeeze(prompt[-1]["content"])
+        self.found["repeated"] += len(last) >= LEAK_CHARS and any(
+            len(text) > len(last) and _squeeze(text).startswith(last) for text in texts.values()
+        )
         if self.stage == "prompts" and row.get("answer") is not None:
             # GSM8K's answers are the worked solution with the number at the end.
             reference = _squeeze(str(row["answer"]).rpartition("####")[2])
@@ -100,7 +107,6 @@ class Tally:
             self.found["long reference"] += len(reference) >= LEAK_CHARS and reference in asked
         if "rejected" in texts:
             self.found["same"] += len({"".join(text.split()).casefold() for text in texts.values()}) == 1
-        self.found["dialogue in answer"] += any(_MARKER.search(text) for text in texts.values())
         self.found["dialogue in prompt"] += any(_MARKER.search(m["content"]) for m in prompt)
 
 
@@ -190,6 +196,11 @@ def _of_leaks(tally: Tally) -> Iterator[str]:
             f"{which} stands word for word in its prompt in {_of(tally, tally.found['leak'], 'rows')}; unless the task "
             "is to copy, the prompt was cut in the wrong place: look at rows in preview.md"
         )
+    if _is_many(tally.found["repeated"], tally.sampled, LEAK_SHARE):
+        yield (
+            f"the answer begins with its own prompt in {_of(tally, tally.found['repeated'], 'rows')}; the model would "
+            "learn to repeat the question: take it off the answers, or leave the prompt column out of pairs"
+        )
     long, any_length = tally.found["long reference"], tally.found["reference"]
     is_label = len(tally.references) <= LABELS
     if _is_many(long, tally.sampled, LEAK_SHARE) or (
@@ -230,13 +241,21 @@ def _of_openings(tally: Tally) -> Iterator[str]:
 
 
 def _of_dialogues(tally: Tally) -> Iterator[str]:
-    for what, share in (("answer", DIALOGUE_SHARE), ("prompt", DIALOGUE_PROMPT_SHARE)):
+    shares = {"answer": DIALOGUE_SHARE, "prompt": DIALOGUE_PROMPT_SHARE, "text": DIALOGUE_TEXT_SHARE}
+    for what, share in shares.items():
         times = tally.found[f"dialogue in {what}"]
-        if _is_many(times, tally.sampled, share):
+        if not _is_many(times, tally.sampled, share):
+            continue
+        told = f"{_of(tally, times, 'rows')} have a turn marker (Human:, [INST], </s> or the like) inside the "
+        if what == "text":
             yield (
-                f"{_of(tally, times, 'rows')} have a turn marker (Human:, User:, [INST] or the like) inside the "
-                f"{what}: probably a dialogue that was not taken apart, and the model would learn to write the user's "
-                "turns; give the turns as messages"
+                f"{told}text: these are dialogues, and here they serve as pretraining text only, not for steps 1 to 3; "
+                "give the turns as messages"
+            )
+        else:
+            yield (
+                f"{told}{what}: probably a dialogue that was not taken apart, and the model would learn to write the "
+                "user's turns; give the turns as messages"
             )
 
 

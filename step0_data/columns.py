@@ -21,10 +21,22 @@ WORDS = tuple(
         + (*ANSWER, "ground_truth", *LISTS, *SCORES, "text")
     )
 )
+_ALSO = {"system_prompt": "system"}  # OpenOrca's name
 _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 
 # Columns whose emptiness means "this row is of another form"; an empty `chosen` or `output` is a bad row instead.
-_SPARSE = {"input", "system", "history", "prompt", "messages", "conversations", "instruction", *LABEL, *QUESTION}
+_SPARSE = {
+    "input",
+    "context",
+    "system",
+    "history",
+    "prompt",
+    "messages",
+    "conversations",
+    "instruction",
+    *LABEL,
+    *QUESTION,
+}
 
 
 def has(row: dict, *columns: str) -> str | None:
@@ -50,7 +62,7 @@ def number(value) -> float | None:
     """A number, also out of a csv cell; None where there is none."""
     try:
         found = math.nan if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
 
@@ -85,6 +97,10 @@ def in_our_names(row: dict, names: dict[str, str]) -> dict:
         moved = {*names, *names.values()}
         row = {ours: row[theirs] for ours, theirs in names.items()} | rest(row, moved)
     changes, _ = _look_at(tuple(row))
+    twice = next((ours for name, ours in changes.items() if list(changes.values()).count(ours) > 1), None)
+    if twice:
+        same = " and ".join(name for name, ours in changes.items() if ours == twice)
+        raise BadRow(f"the columns {same} are both {twice} here", f"say which by --columns {twice}=THEIRS")
     return {changes.get(name, name): value for name, value in row.items()} if changes else row
 
 
@@ -92,6 +108,7 @@ def in_our_names(row: dict, names: dict[str, str]) -> dict:
 def _look_at(names: tuple) -> tuple[dict[str, str], tuple[str, ...]]:
     """What of these names is ours in other letters, and which may hold pictures; rows of one source ask the same."""
     tidy = {name: name.strip().lower() for name in names if isinstance(name, str)}
+    tidy = {name: _ALSO.get(small, small) for name, small in tidy.items()}
     ours = {name: small for name, small in tidy.items() if small in WORDS and small not in names}
     return ours, tuple(name for name, small in tidy.items() if small in _MEDIA)
 

@@ -34,10 +34,10 @@ def look_up(file: str, datasets: Sequence[str], columns: list[str] | None) -> tu
     Raises:
         UserError: the file cannot be read, has no such entry, or has one that cannot be followed.
     """
-    path = Path(file).expanduser()
     try:
+        path = Path(file).expanduser()
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last is of ~ALICE, and of deep JSON
         raise UserError(f"--dataset_info {file}: cannot be read ({error}); give LLaMA-Factory's file") from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise UserError(f"--dataset_info {file}: wanted an object with an entry for each data set")
@@ -45,6 +45,7 @@ def look_up(file: str, datasets: Sequence[str], columns: list[str] | None) -> tu
     for typed in datasets:
         name, at, rest = typed.partition("@")
         if name in entries:
+            _check(name, entries[name])
             sources.append(_source(path.parent, name, entries[name]) + at + rest)
             found[name] = _columns(name, entries[name])
         elif "/" in name or Path(name).expanduser().exists():
@@ -61,6 +62,17 @@ def look_up(file: str, datasets: Sequence[str], columns: list[str] | None) -> tu
     return sources, [*found.get(first, ()), *(columns or ())] or None
 
 
+def _check(name: str, entry: dict) -> None:
+    """What is said in an entry has to be of its kind."""
+    for key in ("file_name", "hf_hub_url", "subset", "folder", "split"):
+        if not isinstance(entry.get(key), str | None):
+            raise UserError(f"{name}: its entry has the {key} {entry[key]!r}; wanted a string")
+    for key in ("columns", "tags"):
+        inside = entry.get(key) or {}
+        if not isinstance(inside, dict) or not all(isinstance(value, str | None) for value in inside.values()):
+            raise UserError(f"{name}: its entry has the {key} {inside!r}; wanted {{name: string}}")
+
+
 def _source(folder: Path, name: str, entry: dict) -> str:
     if entry.get("hf_hub_url"):
         inside = [entry[key] for key in ("subset", "folder") if entry.get(key)]
@@ -75,11 +87,11 @@ def _source(folder: Path, name: str, entry: dict) -> str:
 
 def _columns(name: str, entry: dict) -> list[str]:
     """Words of `--columns` where its names are not ours already."""
-    for tag, value in entry.get("tags", {}).items():
+    for tag, value in (entry.get("tags") or {}).items():
         if value not in _TAGS.get(tag, ()):
             wanted = f"known: {', '.join(_TAGS[tag])}" if tag in _TAGS else "an unknown tag"
             raise UserError(f"{name}: its entry has the tag {tag} {value!r} ({wanted}); rename it in the data")
-    words, theirs = [], {key: value for key, value in entry.get("columns", {}).items() if value}
+    words, theirs = [], {key: value for key, value in (entry.get("columns") or {}).items() if value}
     for key, column in theirs.items():
         if key in _MEDIA and column != key:
             raise UserError(f"{name}: its entry has a column of {key}; only text can be trained on here")

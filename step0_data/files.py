@@ -322,15 +322,22 @@ def _csv(path: Path, file: BinaryIO, delimiter: str) -> Iterator[Row]:
                 raise UserError(f"{path} line {reader.line_num}: {value}")
         elif heading is None:
             heading = cells
-            twice = next((name for name in heading if heading.count(name) > 1), None)
-            if twice is not None:
-                raise UserError(f"{path}: two columns are called {twice!r}; rename one")
+            _check_names(path, heading)
+            other = next((sign for sign in ";\t|," if len(heading) == 1 and sign in heading[0]), None)
+            if other:
+                raise UserError(f"{path}: its cells are parted by {other!r}, wanted {delimiter!r}; save it with that")
             continue
         elif len(cells) != len(heading):
             value, raw = BadRow("the row has more or fewer cells than the heading", _QUOTE), cells
         else:
             value, raw = dict(zip(heading, cells, strict=True)), None
         yield Row(f"{path} line {reader.line_num}", value, raw)
+
+
+def _check_names(path: str | Path, names: list[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path}: two columns are called {twice!r}; rename one")
 
 
 _QUOTE = "quote cells that hold commas or line breaks"
@@ -370,11 +377,13 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
     """Rows of arrow batches or tables."""
     number = 0
     for batch in batches:
+        if not number:
+            _check_names(place, batch.schema.names)
         for start in range(0, batch.num_rows, _BATCH):
             part = batch.slice(start, _BATCH)
             try:
                 values = part.to_pylist()
-            except UnicodeDecodeError:
+            except (ValueError, OverflowError):
                 for i in range(part.num_rows):
                     number += 1
                     yield Row(f"{place} row {number}", *_table_row(part.slice(i, 1)))
@@ -384,9 +393,11 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
                 yield Row(f"{place} row {number}", value)
 
 
-def _table_row(row) -> tuple[object, bytes | None]:
-    """A row, or what is wrong with it and the cell."""
+def _table_row(row) -> tuple[object, bytes | str | None]:
+    """A row, or what is wrong with it and the cell (the row, where it is not known which cell)."""
     try:
         return row.to_pylist()[0], None
     except UnicodeDecodeError as error:
         return _undecodable(error.object), error.object
+    except (ValueError, OverflowError) as error:
+        return BadRow(f"a value that Python cannot hold ({error})", "mend it or drop its column"), str(row)

@@ -29,10 +29,10 @@ from step0_data.turns import (
     check_prompt,
     check_unicode,
     messages_of,
-    prompt_of,
 )
 
 STAGES = ("sft", "preference", "prompts", "pretrain")
+_CONTEXT = ("system", "history")  # columns that stand in front of a prompt
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ def _conversation(row: dict) -> Record:
 def _completion(row: dict) -> Record:
     """`prompt` + `completion`, strings or messages."""
     column = has(row, *COMPLETION)
-    value, (prompt, is_open) = row[column], prompt_of(row["prompt"], "prompt")
+    value, (prompt, is_open) = row[column], pairs.whole_prompt(row, "prompt")
     text = value.strip() if is_open and isinstance(value, str) else value
     answer = [assistant(text)] if isinstance(value, str) else messages_of(value, column)
     check_prompt(prompt)
     check_answer(answer, column)
-    return Record(prompt, answer, extra=rest(row, {"prompt", column}))
+    return Record(prompt, answer, extra=rest(row, {"prompt", column, *_CONTEXT}))
 
 
 def _alpaca(row: dict) -> Record:
@@ -144,11 +144,11 @@ def _question(row: dict) -> Record:
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise BadRow(f"{column} is a {type(value).__name__}", "wanted the answer as a string or a number")
-    (prompt, is_open), text = prompt_of(row[question], question), str(value)
+    (prompt, is_open), text = pairs.whole_prompt(row, question), str(value)
     answer = [assistant(text.strip() if is_open else text)]
     check_prompt(prompt)
     check_answer(answer, column)
-    return Record(prompt, answer, extra=rest(row, {question}))
+    return Record(prompt, answer, extra=rest(row, {question, *_CONTEXT}))
 
 
 def _hc3(row: dict) -> Record:
@@ -156,18 +156,18 @@ def _hc3(row: dict) -> Record:
     answers = row["human_answers"]
     if not isinstance(answers, list) or not answers or not isinstance(answers[0], str):
         raise BadRow("human_answers has no string", "wanted a list of answers")
-    prompt, answer = prompt_of(row["question"], "question")[0], [assistant(answers[0])]
+    prompt, answer = pairs.whole_prompt(row, "question")[0], [assistant(answers[0])]
     check_prompt(prompt)
     check_answer(answer, "human_answers")
-    return Record(prompt, answer, extra=rest(row, {"question"}))
+    return Record(prompt, answer, extra=rest(row, {"question", *_CONTEXT}))
 
 
 def _prompt_only(row: dict) -> Record:
     """`prompt` (or a question) with whatever other columns a reward function wants."""
     column = has(row, "prompt", *QUESTION)
-    prompt, _ = prompt_of(row[column], column)
+    prompt, _ = pairs.whole_prompt(row, column)
     check_prompt(prompt)
-    return Record(prompt, extra=rest(row, {column}))
+    return Record(prompt, extra=rest(row, {column, *_CONTEXT}))
 
 
 def _text(row: dict) -> Record:

@@ -47,7 +47,9 @@ class OutputFolder:
     def _decide(self, overwrite: bool) -> None:
         there = sorted(p.name for p in self.path.iterdir() if not p.name.startswith("."))
         foreign = [name for name in there if name not in _OURS]
-        if self.manifest is None and there:
+        # A run that was killed while it moved its files in has left them, and the manifest, which comes last.
+        was_moving = not foreign and any(self.path.glob(".staging-*/manifest.json"))
+        if self.manifest is None and there and not was_moving:
             raise UserError(
                 f"{self.path} holds {', '.join(there[:4])} but no manifest.json of ours; choose another --output_dir"
             )
@@ -148,7 +150,9 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
         if entry["own_split"]:
             lines.append("  its own split is kept: train is train, and what it holds out is eval")
         if entry["left_out"]:
-            lines.append(f"  left out, being neither train nor test: {', '.join(entry['left_out'])}")
+            names, more = entry["left_out"][:5], len(entry["left_out"]) - 5
+            told = ", ".join(names) + (f" and {more} more, see manifest.json" if more > 0 else "")
+            lines.append(f"  left out, being neither train nor test: {told}")
     return "\n".join(lines)
 
 

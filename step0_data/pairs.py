@@ -26,12 +26,16 @@ _MARKS = ("overall_score", "score", "rating", "reward", "rank")
 
 
 def is_pair(row: dict) -> bool:
-    return bool(has(row, "chosen") and has(row, *REJECTED))
+    """Also where one of the two is null: half a pair is a mistake, and nothing else."""
+    return bool("chosen" in row and any(name in row for name in REJECTED) and has(row, "chosen", *REJECTED))
 
 
 def pair(row: dict) -> Record:
     """`chosen` + `rejected`, with a `prompt`, Alpaca's or ShareGPT's in front, or with the prompt inside both."""
-    name = has(row, *REJECTED)
+    name = has(row, *REJECTED) or next(name for name in REJECTED if name in row)
+    for column in ("chosen", name):
+        if not has(row, column):
+            raise BadRow(f"{column} is null, and the other answer of the pair is not", "give it an answer")
     row = _with_the_name_in_the_prompt(row, name)
     prompt, is_open = _prompt_side(row)
     chosen, rejected = (_answer_side(row[column], column, prompt is not None) for column in ("chosen", name))
@@ -43,6 +47,7 @@ def pair(row: dict) -> Record:
         raise BadRow("chosen and rejected are of different kinds", "make both strings or both lists of messages")
     if isinstance(chosen, str) and prompt is None:
         prompt, chosen, rejected = _split_common_text(chosen, rejected)
+        prompt = with_system(row, prompt)
     if isinstance(chosen, str):
         chosen, rejected = _answers(chosen, rejected, is_open=is_open)
     elif chosen and rejected and (chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant"):
@@ -50,7 +55,7 @@ def pair(row: dict) -> Record:
         for column, messages in (("chosen", chosen), (name, rejected)):
             check_answer(messages, column)
         shared = _shared_prefix(chosen, rejected)
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        prompt, chosen, rejected = with_system(row, chosen[:shared]), chosen[shared:], rejected[shared:]
     check_prompt(prompt)
     if max(len(chosen), len(rejected)) > 1:
         raise BadRow("chosen and rejected part before the last turn", "let them differ in the last answer only")
@@ -74,7 +79,7 @@ def _prompt_side(row: dict) -> tuple[list[dict] | None, bool]:
         return (None if messages and messages[-1]["role"] == "assistant" else messages), False
     if column in QUESTION and isinstance(row[column], dict) and "full_text" in row[column]:  # webgpt's question
         return prompt_of(row[column]["full_text"], column)
-    return prompt_of(row[column], column) if column else (None, False)
+    return whole_prompt(row, column) if column else (None, False)
 
 
 def _with_the_name_in_the_prompt(row: dict, rejected: str) -> dict:
@@ -219,13 +224,22 @@ def _string(row: dict, column: str) -> str:
 
 
 def alpaca_prompt(row: dict) -> list[dict]:
-    parts = [_string(row, column) for column in ("instruction", "input") if has(row, column)]
+    parts = [_string(row, column) for column in ("instruction", has(row, "input", "context")) if column]  # Dolly's name
+    return with_system(row, [*_history(row), message("user", "\n".join(parts))])
+
+
+def whole_prompt(row: dict, column: str) -> tuple[list[dict], bool]:
+    """`prompt_of` a column, with what the columns `system` and `history` have in front of it."""
+    prompt, is_open = prompt_of(row[column], column)
+    return with_system(row, [*_history(row), *prompt]), is_open
+
+
+def _history(row: dict) -> list[dict]:
     turns = row["history"] if has(row, "history") else []
     pairs = isinstance(turns, list) and all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns)
     if not pairs or not all(isinstance(text, str) for turn in turns for text in turn):
         raise BadRow("history is no list of pairs of strings", 'wanted [["question", "answer"], ...]')
-    history = [message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
-    return with_system(row, [*history, message("user", "\n".join(parts))])
+    return [message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:

@@ -97,6 +97,7 @@ def main() -> None:
     settings = {k: v for k, v in vars(args).items() if k not in ("output_dir", "overwrite", "config", "local_rank")}
     plans = [] if is_tiny else sources.plan(sources.inside(args.dataset, args.data_dir))
     plans += [plan for stage, names in own.items() for plan in sources.plan(names, stage)]
+    sources.check_outside(plans, args.output_dir)
     inputs = split.hash_inputs(plans)
     with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
         if folder.already_done:
@@ -137,6 +138,7 @@ def main() -> None:
                         reject,
                         functools.partial(formats.convert, form_name=args.format, names=columns.mapping(args.columns)),
                     )
+                split.check_unchanged(plans, inputs)
             if args.shuffle_preferences:
                 for part, coin in coins.items():
                     pairs = f"{coin.swapped} of {coin.pairs} preference/{part} pairs"
@@ -179,9 +181,13 @@ def _columns(text: str) -> str:
 
 
 def _fraction(text: str) -> float:
-    if not 0 <= float(text) < 1:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
-    return float(text)
+    return value
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ train is train and test is eval. The words are those of `datasets`: harmless-bas
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
-from step0_data.files import SUFFIXES, Row, read_file, suffix, table_rows
+from step0_data.files import SUFFIXES, Row, is_unicode, read_file, suffix, table_rows
 
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json"}  # describe the data beside them
+_PACKED = {".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
 _HUB_NAME = re.compile(r"^([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+(?:/[\w.-]+)*))?(?:@([\w.-]+))?$")
 _WEIGHT = re.compile(r"^(.+)@(\d+(?:\.\d*)?|\.\d+)$")
 _PARTS = {
@@ -54,7 +56,7 @@ def plan(sources: Sequence[str], stage: str | None = None) -> list[Plan]:
         UserError: as `resolve`, or a weight of 0.
     """
     weighted = [weight_of(source) for source in sources]
-    found = [(source, Path(source).expanduser(), resolve(source)) for source, _ in weighted]
+    found = [(source, path_of(source), resolve(source)) for source, _ in weighted]
     named = [{file: _part_of_file(file, path) for file in files or ()} for _, path, files in found]
     together: dict[tuple, set] = {}  # parts by folder
     folders = [(path, True) if path.is_dir() else (path.parent, False) for _, path, _ in found]
@@ -78,7 +80,7 @@ def weight_of(source: str) -> tuple[str, float]:
         UserError: the weight is 0.
     """
     found = _WEIGHT.match(source)
-    if not found or Path(source).expanduser().exists():
+    if not found or path_of(source).exists():
         return source, 1.0
     if not float(found[2]):
         raise UserError(f"{source}: a weight is above 0; leave the source out instead")
@@ -111,7 +113,7 @@ def inside(sources: Sequence[str], folder: str | None) -> list[str]:
     if len(sources) != 1:
         raise UserError(f"--data_dir {folder} is of one source, {len(sources)} are given; write each as NAME:FOLDER")
     source, _ = weight_of(sources[0])
-    path, weight = Path(source).expanduser(), sources[0].removeprefix(source)
+    path, weight = path_of(source), sources[0].removeprefix(source)
     if path.is_dir():
         if not (path / folder).exists():
             there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folder"
@@ -123,33 +125,78 @@ def inside(sources: Sequence[str], folder: str | None) -> list[str]:
     return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "") + weight]
 
 
+def path_of(source: str) -> Path:
+    """What was typed, as a path that can be asked for.
+
+    Raises:
+        UserError: the system knows no such path: too long for it, or of a user who is not there.
+    """
+    try:
+        path = Path(source).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise UserError(f"{source[:80]}: no such file or folder ({why}); give a path or a hub name") from error
+    return path
+
+
 def resolve(source: str) -> list[Path] | None:
     """The files of a source in reading order; None for a name that only the hub can know.
 
     Raises:
         UserError: no such file, nothing readable in the folder, an unknown kind of file.
     """
-    path = Path(source).expanduser()
+    path = path_of(source)
     if path.is_dir():
-        seen = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        files = [p for p in seen if p.is_file() and suffix(p) in SUFFIXES and p.name not in _NOT_DATA]
+        seen = _files_in(path)
+        files = [p for p in seen if suffix(p) in SUFFIXES and p.name not in _NOT_DATA]
         saved = {p.parent: _shards(p) for p in seen if p.name == "state.json"}
         order = {p: p for p in files if saved.get(p.parent) is None}
         for folder, shards in saved.items():  # of `save_to_disk`: files beside these are caches
             order |= {folder / name: folder / f"{i:09}" for i, name in enumerate(shards or ())}
         if not order:
             raise UserError(f"{source}: no data file in this folder; wanted {', '.join(SUFFIXES)}, each also with .gz")
+        for file in order:
+            _check_file(file)
         return sorted(order, key=order.get)
     if path.is_file():
+        _check_file(path)
         if suffix(path) not in SUFFIXES:
             raise UserError(f"{source}: unknown kind of file {path.suffix!r}; wanted {', '.join(SUFFIXES)} (or .gz)")
         return [path]
     before, at, last = source.rpartition("@")
-    if at and Path(before).expanduser().exists():
+    if at and path_of(before).exists():
         raise UserError(f"{source}: {last!r} is no weight; write {before}@0.3, or @2 to have each row twice")
     if _HUB_NAME.match(source) and suffix(path) not in SUFFIXES:
         return None
     raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All files that are not hidden; links are followed, each folder once.
+
+    Raises:
+        UserError: a link to nothing, or a packed file that would be passed over.
+    """
+    found, been = [], {os.path.realpath(folder)}
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = {name: os.path.realpath(os.path.join(place, name)) for name in sorted(folders)}
+        folders[:] = [name for name in real if not name.startswith(".") and real[name] not in been]
+        been.update(real[name] for name in folders)
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    for file in found:
+        is_data = any(word.lower() in SUFFIXES for word in file.suffixes)
+        if is_data and not file.exists():
+            raise UserError(f"{file}: a link to a file that is not there; get that file, or remove the link")
+        if is_data and suffix(file) not in SUFFIXES and file.suffix.lower() in _PACKED:
+            raise UserError(f"{file}: packed in a way that is not read here; unpack it, or pack it as .gz, or move it")
+    return [file for file in found if file.is_file()]
+
+
+def _check_file(file: Path) -> None:
+    if not is_unicode(str(file)) or len(str(file).splitlines()) > 1:
+        name = str(file).encode("utf-8", "backslashreplace").decode()
+        raise UserError(f"{' '.join(name.split())}: its name has a line break or is not UTF-8; rename it")
 
 
 def _shards(path: Path) -> list[str] | None:
@@ -160,12 +207,25 @@ def _shards(path: Path) -> list[str] | None:
     """
     try:
         shards = [str(it["filename"]) for it in json.loads(path.read_bytes())["_data_files"]]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     lost = next((name for name in shards if not (path.parent / name).is_file()), None)
     if lost:
         raise UserError(f"{path} names {lost}, which is not there; copy the folder whole")
     return shards
+
+
+def check_outside(plans: Sequence[Plan], output_dir: str) -> None:
+    """What is written is not read again: the next run would take it for a part of the source.
+
+    Raises:
+        UserError: the output folder is a source, or inside one.
+    """
+    output = Path(output_dir).resolve()
+    for it in plans:
+        folder = None if it.files is None else path_of(it.name).resolve()
+        if folder and folder.is_dir() and output.is_relative_to(folder):
+            raise UserError(f"--output_dir {output_dir} is inside the source {it.name}; choose a folder outside of it")
 
 
 def pieces(it: Plan) -> tuple[list[Piece], list[str]]:

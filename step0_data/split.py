@@ -13,7 +13,7 @@ import json
 import marshal
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from common import checkpoint
@@ -22,6 +22,7 @@ from step0_data import formats, sources
 
 SPLIT_STAGES = ("sft", "preference", "prompts")  # the stages that --split speaks of
 _REASON_CHARS, _REASONS = 200, 20  # of a reason, and of different reasons a source
+_DEPTH = 100  # of what a further column holds: pickle goes no deeper than 300
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,31 @@ class Account:
 
 
 def hash_inputs(plans: Sequence[sources.Plan]) -> dict[str, dict[str, str] | None]:
-    """{source: {file: sha256}}; None for a hub name."""
+    """{source: {file: sha256}}; None for a hub name.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
     files = {plan.source: plan.files for plan in plans}
-    return {
-        source: None if paths is None else {file.as_posix(): checkpoint.hash_file(file) for file in paths}
-        for source, paths in files.items()
-    }
+    try:
+        return {
+            source: None if paths is None else {file.as_posix(): checkpoint.hash_file(file) for file in paths}
+            for source, paths in files.items()
+        }
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); look at the file") from error
+
+
+def check_unchanged(plans: Sequence[sources.Plan], inputs: dict[str, dict[str, str] | None]) -> None:
+    """What was read is what was hashed.
+
+    Raises:
+        UserError: a file has changed since.
+    """
+    for source, files in hash_inputs(plans).items():
+        changed = [file for file, digest in (files or {}).items() if digest != inputs[source][file]]
+        if changed:
+            raise UserError(f"{changed[0]} changed while it was read; run again when nobody writes to it any more")
 
 
 def collect(
@@ -142,12 +162,7 @@ def collect(
             account.rows += 1
             file["rows"] = file.get("rows", 0) + 1
             try:
-                if isinstance(row.value, formats.BadRow):
-                    raise row.value
-                form, record = convert(row.value)
-                key = opening(record)
-                stage = here.stage(form, key)
-                extra = _extra_text(record) if stage == "prompts" else ""
+                form, record, key, stage, extra = _understood(row, convert, here)
             except formats.BadRow as bad:
                 reason, fix = _one_line(bad.reason), _one_line(bad.fix, 2000)
                 if not skip_bad:
@@ -199,6 +214,27 @@ def collect(
     return [account.entry() for account in accounts]
 
 
+def _understood(row: sources.Row, convert: Callable, rule: Rule) -> tuple[formats.Form, formats.Record, str, str, str]:
+    """(form, record, opening, stage, the further columns as text) of a row.
+
+    Raises:
+        BadRow: it is one, or cannot be converted.
+    """
+    if isinstance(row.value, formats.BadRow):
+        raise row.value
+    try:
+        form, record = convert(row.value)
+        key = opening(record)
+        stage = rule.stage(form, key)
+        return form, record, key, stage, _extra_text(record) if stage == "prompts" else ""
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _too_deep() -> formats.BadRow:
+    return formats.BadRow("nested too deeply", "make it flatter")
+
+
 def _copies(weight: float, key: str) -> int:
     """How often the rows of an opening are written: @2.5 is twice, and a third time for half of the openings."""
     if weight == 1:
@@ -220,6 +256,11 @@ def _extra_text(record: formats.Record) -> str:
     """
     if not record.extra:
         return ""
+    level = [record.extra]
+    for _ in range(_DEPTH):
+        level = [it for outer in level for it in _inside(outer) if isinstance(it, (dict, list))]
+    if level:
+        raise _too_deep()
     text = json.dumps(record.extra, ensure_ascii=False, default=str)
     if not text.isascii():
         try:
@@ -229,6 +270,10 @@ def _extra_text(record: formats.Record) -> str:
                 "a further column holds half a surrogate pair, which is no character", "write the character whole"
             ) from None
     return text
+
+
+def _inside(value: dict | list) -> Iterable:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _one_line(text: str, limit: int = _REASON_CHARS) -> str:

@@ -13,6 +13,7 @@ from step0_data.formats import STAGES
 
 _BATCH_ROWS, _BATCH_CHARS = 1000, 2 << 20  # rows of a part that are Python objects at a time
 _GROUP_BYTES = 16 << 20  # of a row group of parquet
+_DEPTH = 30  # of a column's type: a list is three levels of parquet, of which 100 can be read
 CONVERSATION = {  # columns that are lists of messages
     "sft": {"messages"},
     "preference": {"prompt", "chosen", "rejected"},
@@ -74,7 +75,7 @@ class Spool:
             parts = [self._kinds.get((stage, part), {}) for part in ("train", "eval")]
             names = dict.fromkeys(name for kinds in parts for name in kinds)
             kinds = {name: _common([part.get(name, _NOTHING) for part in parts]) for name in names}
-            kinds = {name: None if kind is None or _is_hollow(kind) else kind for name, kind in kinds.items()}
+            kinds = {name: kind if kind is not None and _fits_parquet(kind) else None for name, kind in kinds.items()}
             while odd := self._write(stage, kinds):
                 kinds[odd] = None
             for name, kind in kinds.items():
@@ -194,10 +195,13 @@ def _common(kinds: list):
         return None
 
 
-def _is_hollow(kind) -> bool:
-    """An object without fields is somewhere in this type, which parquet cannot hold."""
+def _fits_parquet(kind, depth: int = 0) -> bool:
+    """Not so an object without fields, nor what is nested so deep that a reader gives up."""
+    import pyarrow as pa
+
     fields = [kind.field(i).type for i in range(kind.num_fields)]
-    return any(map(_is_hollow, fields)) or (not fields and str(kind).startswith("struct"))
+    is_hollow = pa.types.is_struct(kind) and not fields
+    return not is_hollow and depth < _DEPTH and all(_fits_parquet(field, depth + 1) for field in fields)
 
 
 def _column(batch: list[dict], name: str, kind):

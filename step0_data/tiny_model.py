@@ -73,6 +73,8 @@ def write_base_model_for(prepared: Path, seed: int, vocab_size: int) -> None:
     counts = Counter()
     for text in staged_texts(prepared):
         counts.update(text)
+    if not counts:
+        raise UserError("--train_tokenizer: no stage has train rows; bring more rows, or a smaller --eval_fraction")
     if counts[SPACE_MARK]:
         print(
             f"note: the train rows have the character {SPACE_MARK} (U+2581) {counts[SPACE_MARK]} times; sentencepiece "

@@ -47,7 +47,7 @@ def messages_of(value, column: str) -> list[dict]:
     """A list of {role, content} or {from, value} as a list of {role, content} with our four role names."""
     if isinstance(value, dict):
         value = [value]
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise BadRow(f"{column} is a {type(value).__name__}", "wanted a list of messages")
     messages = []
     for item in value:
@@ -83,7 +83,7 @@ def _call(call, column: str) -> str:
         raise BadRow(f"{column} has a tool call without a name", "wanted {function: {name, arguments}}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             json.loads(arguments)
             return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {arguments}}}'
     return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)

@@ -615,7 +615,15 @@ def test_an_entry_that_cannot_be_followed_is_named(info, names, message, tmp_pat
 
 
 def test_a_registry_that_is_none_is_named(tmp_path, monkeypatch, capsys):
-    for content, message in (("[1]", "wanted an object with an entry"), ("{", "cannot be read (Expecting property")):
+    for content, message in (
+        ("[1]", "wanted an object with an entry"),
+        ("{", "cannot be read (Expecting property"),
+        ("[" * 100000, "cannot be read (maximum recursion depth"),
+        ('{"x": {"file_name": 5}}', "x: its entry has the file_name 5; wanted a string"),
+        ('{"x": {"file_name": "a", "columns": ["q"]}}', "x: its entry has the columns ['q']; wanted {name: string}"),
+        ('{"x": {"file_name": "a", "tags": {"role_tag": 1}}}', "x: its entry has the tags {'role_tag': 1}; wanted"),
+        ('{"x": {"file_name": "a.jsonl", "tags": null}}', "a.jsonl: no such file"),
+    ):
         (tmp_path / "info.json").write_text(content)
         assert run(monkeypatch, "--dataset_info", tmp_path / "info.json", "--dataset", "x") == 2
         assert message in capsys.readouterr().err

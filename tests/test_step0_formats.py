@@ -458,6 +458,49 @@ def test_known_forms(name):
         assert record.extra == extra
 
 
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        ({"prompt": "Q", "completion": "A"}, "completion"),
+        ({"prompt": "Q", "completion": "A", "label": True}, "unpaired"),
+        ({"prompt": Q, "completion": A}, "completion"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "preference"),
+        ({"question": "Q", "chosen": "A", "rejected": "B"}, "preference"),
+        ({"chosen": Q + A, "rejected": Q + B}, "preference"),
+        ({"prompt": "\n\nHuman: Q\n\nAssistant:", "chosen": "A", "rejected": "B"}, "preference"),
+        ({"prompt": "Q", "responses": ["A", "B"], "scores": [2, 1]}, "scored"),
+        ({"question": "Q", "answer": "A"}, "question"),
+        ({"question": "Q", "human_answers": ["A"]}, "hc3"),
+        ({"prompt": "Q"}, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("column", ["system", "System", "system_prompt"])
+def test_a_system_text_stands_in_front_of_every_prompt(row, form, column):
+    found, record = formats.convert(row | {column: "S"})
+    assert found.name == form and record.prompt == [system("S"), *Q] and "system" not in record.extra
+    assert record.answer in (A, None) and record.rejected in (B, None)
+    assert formats.convert(row | {column: ""})[1].prompt == Q  # as a csv has it
+
+
+def test_the_context_of_dolly_is_its_input():
+    row = {"instruction": "Q", "context": "x", "response": "A", "category": "closed_qa"}
+    form, record = formats.convert(row)
+    assert form.name == "alpaca" and record.prompt == [user("Q\nx")] and record.answer == A
+    assert formats.convert(row | {"context": ""})[1].prompt == Q
+    assert formats.convert(row | {"input": "y"})[1].prompt == [user("Q\ny")]
+
+
+def test_a_history_stands_in_front_of_a_prompt():
+    row = {"prompt": "Q", "response": "A", "history": [["q", "a"]]}  # as ChatGLM's own recipe has it
+    _, record = formats.convert(row | {"system": "S"})
+    assert record.prompt == [system("S"), user("q"), assistant("a"), *Q] and record.answer == A
+    _, record = formats.convert({"prompt": "Q", "chosen": "A", "rejected": "B", "history": [["q", "a"]]})
+    assert record.prompt == [user("q"), assistant("a"), *Q]
+    assert formats.convert(row | {"history": []})[1].prompt == Q
+    with pytest.raises(formats.BadRow, match="history is no list of pairs of strings"):
+        formats.convert(row | {"history": "q a"})
+
+
 def test_plain_text_is_for_pretraining():
     form, record = formats.convert({"text": "Once upon a time  \n"})
     assert (form.name, form.feeds, record.text) == ("text", ("pretrain",), "Once upon a time  \n")

@@ -39,6 +39,12 @@ def parquet(*prompts: bytes) -> bytes:
     return file.getvalue()
 
 
+def table(columns) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
 def run(monkeypatch, *words) -> int:
     monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, words)])
     return cli.run(prepare.main)
@@ -133,6 +139,20 @@ ROWS = {  # file: content, place, reason, fix
         "text is no string", "give it some text"),
     "label.jsonl": (lines(b'{"prompt": "q", "completion": "a", "label": "maybe"}\n'), "line 2",
         "label is 'maybe'", "wanted true or false"),
+    "half_pair.jsonl": (lines(row(rejected=None)), "line 2",
+        "rejected is null, and the other answer of the pair is not", "give it an answer"),
+    "other_half.jsonl": (lines(row(chosen=None)), "line 2",
+        "chosen is null, and the other answer of the pair is not", "give it an answer"),
+    "huge_score.jsonl": (lines(row(margin=10**400)), "line 2",
+        f"margin is 1{'0' * 189}...", "wanted a number"),
+    "same_name.jsonl": (lines(b'{"Prompt": "q", "PROMPT": "r", "completion": "a"}\n'), "line 2",
+        "the columns Prompt and PROMPT are both prompt here", "say which by --columns prompt=THEIRS"),
+    "deep_picture.jsonl": (lines(b'{"prompt": "q", "images": ' + b"[" * 900 + b"]" * 900 + b"}\n"), "line 2",
+        "nested too deeply", "make it flatter"),
+    "deep_column.jsonl": (lines(b'{"prompt": "q", "x": ' + b"[" * 100 + b"]" * 100 + b"}\n"), "line 2",
+        "nested too deeply", "make it flatter"),
+    "year_294247.parquet": (table({"prompt": ["one", "two"], "t": pa.array([0, 2**63 - 1], "timestamp[us]")}), "row 2",
+        "a value that Python cannot hold (date value out of range)", "mend it or drop its column"),
     "short_row.csv": (CSV + b"two\nthree,c\n", "line 3",
         "the row has more or fewer cells than the heading", "quote cells that hold commas or line breaks"),
     "long_row.tsv": (b"prompt\tcompletion\none\ta\ntwo\tb\tc\n", "line 3",
@@ -154,6 +174,18 @@ FILES = {  # file: content, what is said of it
         "PATH line 4: broken CSV (',' expected after '\"'); mend it"),
     "same_heading.csv": (b"prompt,prompt\none,a\n",
         "PATH: two columns are called 'prompt'; rename one"),
+    "semicolons.csv": (b"prompt;completion\none;a\n",
+        "PATH: its cells are parted by ';', wanted ','; save it with that"),
+    "tabs.csv": (b"prompt\tcompletion\none\ta\n",
+        "PATH: its cells are parted by '\\t', wanted ','; save it with that"),
+    "commas.tsv": (CSV,
+        "PATH: its cells are parted by ',', wanted '\\t'; save it with that"),
+    "same_name.parquet": (table(pa.table([["one"], ["a"], ["b"]], names=["prompt", "completion", "completion"])),
+        "PATH: two columns are called 'completion'; rename one"),
+    "new\nline.jsonl": (GOOD,
+        "FOLDER/new line.jsonl: its name has a line break or is not UTF-8; rename it"),
+    "latin1_\udce9.jsonl": (GOOD,
+        "FOLDER/latin1_\\udce9.jsonl: its name has a line break or is not UTF-8; rename it"),
     "latin1_heading.csv": (b"caf\xe9,prompt\none,a\n",
         "PATH line 1: undecodable bytes, not UTF-8; save the file as UTF-8 (byte 0xe9 is the first "
         "that is not)"),
@@ -207,7 +239,8 @@ FILES = {  # file: content, what is said of it
         "no row is left from PATH: the sources hold no rows"),
 }  # fmt: skip
 
-FEWER = {"long_row.tsv": 1, "latin1.csv": 1, "utf8.parquet": 1}  # good rows beside the bad one; the others have two
+# Good rows beside the bad one; the others have two.
+FEWER = {"long_row.tsv": 1, "latin1.csv": 1, "utf8.parquet": 1, "year_294247.parquet": 1}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -238,8 +271,33 @@ def test_a_file_that_cannot_be_trusted_stops_with_these_words(tmp_path, monkeypa
     path, out = tmp_path / name, tmp_path / "data"
     path.write_bytes(content)
     assert run(monkeypatch, "--dataset", path, "--output_dir", out, *skip) == 2
-    assert capsys.readouterr().err == f"error: {message.replace('PATH', str(path))}\n"
+    assert capsys.readouterr().err == f"error: {message.replace('PATH', str(path)).replace('FOLDER', str(tmp_path))}\n"
     assert not out.exists()
+
+
+def test_a_column_nested_too_deep_for_parquet_is_json_text(tmp_path, monkeypatch):
+    path, out = tmp_path / "a.jsonl", tmp_path / "data"
+    cells = {f"{depth}{kind}": left * depth + "1" + right * depth for depth in (29, 30, 99) for kind, left, right in (
+        ("lists", "[", "]"), ("objects", '{"a":', "}"))}  # fmt: skip
+    path.write_text(json.dumps({"prompt": "q"} | {name: json.loads(cell) for name, cell in cells.items()}) + "\n")
+    assert run(monkeypatch, "--dataset", path, "--output_dir", out, "--eval_fraction", 0) == 0
+    (found,) = pq.read_table(out / "prompts" / "train.parquet").to_pylist()
+    for name, cell in cells.items():
+        assert (json.loads(found[name]) if isinstance(found[name], str) else found[name]) == json.loads(cell)
+    assert [name for name in cells if isinstance(found[name], str)] == [
+        "30lists", "30objects", "99lists", "99objects"]  # fmt: skip
+
+
+def test_arguments_of_a_tool_call_that_no_reader_can_follow_stay_text():
+    deep = "[" * 100000
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    _, record = formats.convert({"messages": [{"role": "user", "content": "q"}, call]})
+    assert record.answer[0]["content"] == f'{{"name": "f", "arguments": "{deep}"}}'
+
+
+def test_bytes_are_no_prompt():
+    with pytest.raises(formats.BadRow, match="prompt is a bytes; wanted a list of messages"):
+        formats.convert({"prompt": b"one", "completion": "a"})
 
 
 def test_what_is_rejected_stands_there_as_it_was_in_the_file(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common import checkpoint, cli
-from step0_data import prepare, preview, toy
+from step0_data import prepare, preview, split, toy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -260,6 +260,14 @@ def test_a_tokenizer_that_cannot_be_is_one_line(tmp_path, monkeypatch, capsys, f
     error = capsys.readouterr().err
     assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
     assert not out.exists()
+
+
+def test_a_tokenizer_without_train_rows_is_one_line(tmp_path, monkeypatch, capsys):
+    source = write_pairs(tmp_path / "pairs.jsonl", 20)
+    words = ["--dataset", source, "--output_dir", tmp_path / "data", "--eval_fraction", 0.999999]
+    assert run(monkeypatch, *words, "--train_tokenizer", 300) == 2
+    message = "error: --train_tokenizer: no stage has train rows; bring more rows, or a smaller --eval_fraction\n"
+    assert capsys.readouterr().err == message
 
 
 def test_the_largest_size_that_is_named_works(tmp_path, monkeypatch, capsys):
@@ -556,9 +564,70 @@ def test_an_interrupted_run_leaves_the_old_data(tmp_path, monkeypatch):
     assert hashes(out) == before
 
 
+@pytest.mark.parametrize("moves", [0, 1, 4])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_killed_while_it_moves_its_files_in_can_be_repeated(tmp_path, monkeypatch, moves, there):
+    source, out = write_pairs(tmp_path / "pairs.jsonl", 60), tmp_path / "data"
+    words = ["--dataset", source, "--output_dir", out]
+    assert run(monkeypatch, "--dataset", source, "--output_dir", tmp_path / "whole") == 0
+    if there:
+        assert run(monkeypatch, *words, "--seed", 5) == 0
+    script = (
+        "import os, sys\nfrom step0_data import output, prepare\nleft, move = int(sys.argv.pop(1)), os.replace\n"
+        "def replace(*where):\n    global left\n    if 'parquet' in str(where) or '.tmp' in str(where):\n"
+        "        return move(*where)\n    left -= 1\n    os._exit(9) if left < 0 else move(*where)\n"
+        "output.os.replace = replace\nprepare.main()"
+    )
+    command = [sys.executable, "-c", script, str(moves), *map(str, words), "--overwrite"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 9
+    assert (out / "preference").exists() == (moves > 0) and not (out / "manifest.json").exists()
+    assert run(monkeypatch, *words) == 0
+    assert hashes(out / "sft") == hashes(tmp_path / "whole" / "sft")
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in (tmp_path / "whole").iterdir())
+
+
+def test_a_source_that_changes_while_it_is_read_stops_the_run(tmp_path, monkeypatch, capsys):
+    source = write_pairs(tmp_path / "pairs.jsonl", 60)
+    collect = split.collect
+
+    def slow(*arguments):
+        with open(source, "a") as file:
+            file.write('{"prompt": "late", "chosen": "a", "rejected": "b"}\n')
+        return collect(*arguments)
+
+    monkeypatch.setattr(split, "collect", slow)
+    assert run(monkeypatch, "--dataset", source, "--output_dir", tmp_path / "data") == 2
+    message = f"error: {source} changed while it was read; run again when nobody writes to it any more\n"
+    assert capsys.readouterr().err == message and not (tmp_path / "data").exists()
+
+
+def test_data_are_not_written_into_their_own_source(tmp_path, monkeypatch, capsys):
+    write_pairs(tmp_path / "pairs.jsonl", 60)
+    for out in (tmp_path, tmp_path / "deep" / "data"):
+        assert run(monkeypatch, "--dataset", f"{tmp_path}@0.5", "--output_dir", out) == 2
+        assert f"--output_dir {out} is inside the source {tmp_path}; choose a folder" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_of_many_files_left_out_some_are_named(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("train", "test", *"abcdefg"):
+        write_pairs(folder / f"{name}.jsonl", 40)
+    assert run(monkeypatch, "--dataset", folder, "--output_dir", tmp_path / "data") == 0
+    named = ", ".join(f"{folder}/{name}.jsonl" for name in "abcde")
+    told = f"left out, being neither train nor test: {named} and 2 more, see manifest.json\n"
+    assert told in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "data" / "manifest.json").read_text())["sources"][0]["left_out"]) == 7
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--output_dir", "x" * 300], "x cannot be written: File name too long; choose another"),
+        (["--eval_fraction", "some"], "some is not in [0, 1)"),
+        (["--dataset", "~nobody_of_that_name/x.jsonl"], "no such file or folder (Could not determine home directory)"),
+        (["--dataset", "x" * 300], "x: no such file or folder (File name too long); give a path or a hub name"),
         (["--split", "1,2"], "1,2 is not three shares"),
         (["--split", "0,0,0"], "0,0,0 is not three shares"),
         (["--split", "a,b,c"], "invalid shares value"),
@@ -577,6 +646,15 @@ def test_usage_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, fla
     error = capsys.readouterr().err
     assert code == 2 and message in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "data").exists()
+
+
+def test_a_terminal_without_the_letters_of_a_name_stops_nothing(tmp_path):
+    write_pairs(tmp_path / "对.jsonl", 20)
+    command = [sys.executable, str(ROOT / "step0_data/prepare.py"), "--dataset", "对.jsonl"]
+    environment = {**os.environ, "PYTHONPATH": "", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "\\u5bf9.jsonl: 20 rows read" in done.stdout
 
 
 def test_the_script_runs_from_any_folder_and_knows_other_names_of_its_flags(tmp_path):

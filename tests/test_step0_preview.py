@@ -241,12 +241,43 @@ def test_a_dialogue_that_was_not_taken_apart():
     assert line.startswith("sft/train: 5 of 250 rows (2.0%) have a turn marker")
     assert warned("sft", demonstrations(246) + swallowed) == []
     assert warned("sft", [sft(f"{i}!", f"{i}: I like the Human: it is kind") for i in range(9)]) == []
-    for marker in ("<|im_start|>", "[INST]", "\n用户：", "### Response:", "User :"):
+    assert warned("sft", [sft(f"{i}!", f"{i}: <s>old</s> new, or {i}") for i in range(9)]) == []  # HTML
+    for marker in ("<|im_start|>", "[INST]", "\n用户：", "### Response:", "User :", "### Human:", "<end_of_turn>"):
         assert len(warned("sft", [sft(f"{i}!", f"{marker} {i}") for i in range(5)])) >= 1, marker
     whole = [prompt(f"{i}\n\nHuman: x\n\nAssistant:") for i in range(5)]
     (line,) = warned("prompts", whole + [prompt(f"{i}?") for i in range(45)])
     assert "5 of 50 rows (10.0%)" in line and "inside the prompt" in line
     assert warned("prompts", whole + [prompt(f"{i}?") for i in range(46)]) == []
+
+
+def test_stop_tokens_written_as_text():
+    for stop in ("</s>", "<|endoftext|>", "<|end|> ", "</s>\n"):
+        (line,) = warned("sft", [sft(f"{i}!", f"{i} it is. {stop}") for i in range(5)])
+        assert "5 of 5 rows (100.0%) have a turn marker" in line and "inside the answer" in line, stop
+
+
+def test_dialogues_that_became_pretraining_text():
+    dialogues = [{"text": f"### Human: {i}?\n### Assistant: {i}!"} for i in range(5)]
+    plain = [{"text": f"{i} is a number."} for i in range(5)]
+    (line,) = warned("pretrain", dialogues + plain)
+    assert line.startswith("pretrain/train: 5 of 10 rows (50.0%) have a turn marker")
+    assert "they serve as pretraining text only" in line
+    assert warned("pretrain", dialogues + plain + [{"text": "the eleventh"}]) == []
+
+
+def test_answers_that_begin_with_their_own_prompt():
+    question = "What is the square {}"  # 20 characters with one digit
+    again = [sft(question.format(i), f"what is  THE square {i}? It is {i * i}") for i in range(5)]
+    assert len(again[0]["messages"][0]["content"]) == 20
+    (line,) = warned("sft", demonstrations(95) + again)
+    assert line.startswith("sft/train: the answer begins with its own prompt in 5 of 100 rows (5.0%)")
+    assert warned("sft", demonstrations(96) + again) == []  # 5 of 101
+    assert warned("sft", [sft(f"{i} is it?", f"{i} is it? No, and {i}") for i in range(9)]) == []  # a short one
+    later = [sft(question.format(i), f"{i} squared? " + question.format(i)) for i in range(9)]
+    assert warned("sft", later) == []
+    both = [pair(question.format(i), f"{question.format(i)} {i}a", f"{question.format(i)} {i}b") for i in range(5)]
+    (line,) = warned("preference", pairs(95) + both)
+    assert "preference/train: the answer begins with its own prompt in 5 of 100 rows" in line
 
 
 def test_where_train_has_no_rows_eval_is_looked_at():

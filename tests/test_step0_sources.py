@@ -105,6 +105,32 @@ def test_unreadable_files_are_named(tmp_path, name):
         values(tmp_path / name)
 
 
+def test_a_folder_is_read_through_links_each_folder_once(tmp_path):
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for path in (folder / "a.jsonl", other / "b.jsonl"):
+        path.parent.mkdir()
+        path.write_text("{}\n")
+    (folder / "more").symlink_to(other)
+    (folder / "c.jsonl").symlink_to(other / "b.jsonl")
+    (folder / "loop").symlink_to(folder)
+    found = [file.relative_to(folder).as_posix() for file in sources.resolve(str(folder))]
+    assert found == ["a.jsonl", "c.jsonl", "more/b.jsonl"]
+
+
+def test_data_of_a_folder_that_would_be_missed_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    for name in ("notes.zip", "a.jsonl.sha256", "README.md", ".b.jsonl.zst"):
+        (tmp_path / name).write_text("x")
+    assert sources.resolve(str(tmp_path)) == [tmp_path / "a.jsonl"]
+    (tmp_path / "b.jsonl.zst").write_text("x")
+    with pytest.raises(UserError, match=r"b.jsonl.zst: packed in a way that is not read here; unpack it"):
+        sources.resolve(str(tmp_path))
+    (tmp_path / "b.jsonl.zst").unlink()
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(UserError, match=r"b.jsonl: a link to a file that is not there; get that file"):
+        sources.resolve(str(tmp_path))
+
+
 def saved(folder, rows, shards):
     import datasets
 
