@@ -118,9 +118,12 @@ def locate_or_inherit(data: str | None, parent: dict | None, stage: str, shares:
 def _nothing_for(path: Path, stage: str) -> str:
     there = [s for s in COLUMNS if (path / s / "train.parquet").is_file()]
     if there:
+        without = (
+            "; or do without a reward model: step 3 takes --reward FILE.py:FUNCTION" if stage == "preference" else ""
+        )
         return (
             f"--data {path} has no {stage} data, only {', '.join(there)}; prepare a source that feeds this stage, or "
-            f"give a share of the rows to it with --split"
+            f"give a share of the rows to it with --split{without}"
         )
     if (path / "manifest.json").is_file():
         return f"--data {path} has a manifest but no parquet files; prepare it again with step0_data/prepare.py"

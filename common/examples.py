@@ -6,6 +6,7 @@ part of a file, whose first row has the number `first_row` there.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common import chat_format
 from common.errors import UserError
@@ -68,11 +69,11 @@ class Report:
         parts += [f"{n} set aside: {reason} ({self.first[reason]})" for reason, n in self.set_aside.items()]
         return "; ".join(parts)
 
-    def require_rows(self) -> None:
-        """Raises a UserError when no row is left, with the reasons."""
+    def require_rows(self, file: Path) -> None:
+        """Raises a UserError when no row is left, with the reasons: the file may be that of evaluation."""
         if not self.kept:
             why = "the file is empty" if not self.read else str(self).split("; ", 1)[-1]
-            raise UserError(f"{self.what}: none of {self.read} rows can be used; {why}")
+            raise UserError(f"{self.what}: none of {self.read} rows can be used; {why}; these are the rows of {file}")
 
 
 def tokenise_sft(

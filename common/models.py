@@ -138,7 +138,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False):
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"no tokenizer could be loaded from {path}: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(_not_loaded("tokenizer", path, " ".join(str(error).split())[:300])) from error
 
 
 def load_causal_lm(
@@ -236,7 +236,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False):
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(f"no model configuration could be loaded from {path}: {_first_line(error)}") from error
+        raise UserError(_not_loaded("model configuration", path, _first_line(error))) from error
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -414,6 +414,17 @@ def _quiet_transformers() -> None:
 def _few(names) -> str:
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _not_loaded(what: str, path: str | Path, why: str) -> str:
+    """A name that is no folder was asked of the hub: whoever mistyped a folder reads of a network otherwise."""
+    said = f"no {what} could be loaded from {path}: "
+    if Path(path).exists():
+        return said + why
+    return (
+        f"{said}no such folder here, and of the hub: {why.rstrip('. ')}; check the name, set HF_ENDPOINT to a mirror "
+        "of the hub, or download the model elsewhere and give its folder"
+    )
 
 
 def _first_line(error: Exception) -> str:

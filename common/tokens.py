@@ -110,7 +110,7 @@ def load(kind: str, tokenizer, files: DataFiles, file: Path, limit: int, cache: 
             path = Path(ensure())
         distributed.barrier()
         examples, report = _open(kind, path)
-    report.require_rows()
+    report.require_rows(file)
     return examples, report
 
 

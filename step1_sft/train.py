@@ -118,7 +118,11 @@ def main() -> None:
             metrics=record,
         )
         hub.push(upload, run.path, log.say)
-    run.finish(f"python step2_reward/train.py --model {run.path} --output_dir models/reward")
+    # Step 2 would look for pairs in the same folder: without them it is the wrong thing to name.
+    if files.root and not (files.root / "preference").is_dir():
+        run.finish(f"python scripts/chat.py --model {run.path} (these data have no pairs for step 2)")
+    else:
+        run.finish(f"python step2_reward/train.py --model {run.path} --output_dir models/reward")
 
 
 if __name__ == "__main__":

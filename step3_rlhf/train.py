@@ -10,6 +10,7 @@ Left out: pipeline and expert parallelism.
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -127,7 +128,8 @@ def check(args) -> None:
         )
     if args.rollout_batch_size % args.minibatch_size:
         raise UserError(
-            f"--rollout_batch_size {args.rollout_batch_size} is not a multiple of --minibatch_size {args.minibatch_size}"
+            f"--rollout_batch_size {args.rollout_batch_size} is not a multiple of --minibatch_size {args.minibatch_size}; "
+            f"change one of them, for example --minibatch_size {math.gcd(args.rollout_batch_size, args.minibatch_size)}"
         )
     for name, low, high in (("temperature", 1e-6, 100), ("top_p", 1e-6, 1), ("gamma", 0, 1), ("lam", 0, 1)):
         if not low <= getattr(args, name) <= high:

@@ -325,8 +325,8 @@ def test_prompts_are_shortened_or_set_aside_and_keep_their_columns():
 ])  # fmt: skip
 def test_nothing_left_is_an_error_with_the_reasons(tokenise, rows, message):
     with pytest.raises(UserError) as caught:
-        tokenise(tokenizer(), rows, 3)[1].require_rows()
-    assert str(caught.value) == message
+        tokenise(tokenizer(), rows, 3)[1].require_rows(Path("sft/eval.parquet"))
+    assert str(caught.value) == message + "; these are the rows of sft/eval.parquet"
 
 
 # ---- the order of rows

@@ -108,6 +108,15 @@ def test_lines_of_articles(world, folder):
     assert args["per_device_train_batch_size"] == 2 and args["data"] == "DATA"
 
 
+def test_after_sft_on_chats_alone_the_next_line_is_not_that_of_pairs(world):
+    turns = [{"role": "user", "content": "Is 3 even?"}, {"role": "assistant", "content": "No."}]
+    (world / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 9)
+    run("python step0_data/prepare.py --dataset chats.jsonl --output_dir CHATS", world)
+    said, _ = run("python step1_sft/train.py --model BASE --data CHATS --output_dir SFT --max_steps 1", world)
+    assert "done: SFT; next: python scripts/chat.py --model SFT (these data have no pairs for step 2)" in said
+    assert "next: python step2_reward/train.py" in run(ARTICLES["OUT"].replace(" OUT", " PAIRS"), world)[0]
+
+
 def test_a_run_repeated_from_its_record_writes_the_same_bytes(world):
     if not (world / "OUT").exists():
         run(ARTICLES["OUT"], world)
