@@ -173,7 +173,7 @@ def _prompt_only(row: dict) -> Record:
 def _text(row: dict) -> Record:
     if not isinstance(row["text"], str) or not row["text"].strip():
         raise BadRow("text is empty" if isinstance(row["text"], str) else "text is no string", "give it some text")
-    return Record(text=row["text"])
+    return Record(text=row["text"], extra=rest(row, {"text"}))
 
 
 def _is_completion(row: dict) -> bool:

@@ -147,13 +147,19 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
             lines.append(f"  {extra:>6} written again by the weight @{entry['weight']:g}")
         if entry["duplicates"]:
             lines.append(f"  {entry['duplicates']:>6} repeat an earlier row")
+        if entry["not_kept"]:
+            who = "only prompts keep" if any(it.startswith("prompts/") for it in entry["used"]) else "no step reads"
+            lines.append(f"  {who} the columns {_few(entry['not_kept'])}")
         if entry["own_split"]:
             lines.append("  its own split is kept: train is train, and what it holds out is eval")
         if entry["left_out"]:
-            names, more = entry["left_out"][:5], len(entry["left_out"]) - 5
-            told = ", ".join(names) + (f" and {more} more, see manifest.json" if more > 0 else "")
-            lines.append(f"  left out, being neither train nor test: {told}")
+            lines.append(f"  left out, being neither train nor test: {_few(entry['left_out'])}")
     return "\n".join(lines)
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {more} more, see manifest.json" if more > 0 else "")
 
 
 def next_command(folder: str, stages: dict, has_base_model: bool) -> str:

@@ -22,6 +22,7 @@ from step0_data import formats, sources
 
 SPLIT_STAGES = ("sft", "preference", "prompts")  # the stages that --split speaks of
 _REASON_CHARS, _REASONS = 200, 20  # of a reason, and of different reasons a source
+_COLUMNS = 100  # names of columns that are remembered
 _DEPTH = 100  # of what a further column holds: pickle goes no deeper than 300
 
 
@@ -66,6 +67,13 @@ class Account:
     set_aside: Counter = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)  # reason: where it was met first
     duplicates: int = 0
+    not_kept: dict[str, None] = field(default_factory=dict)  # further columns of rows of a stage that has none
+
+    def use(self, stage: str, part: str, record: formats.Record) -> None:
+        self.used[f"{stage}/{part}"] += 1
+        if stage != "prompts" and record.extra and len(self.not_kept) < _COLUMNS:
+            said = [name for name, value in record.extra.items() if value not in (None, "", [])]
+            self.not_kept.update(dict.fromkeys(name for name in said if name not in formats.ANSWER))
 
     def put_aside(self, reason: str, where: str) -> None:
         if reason not in self.set_aside and len(self.set_aside) >= _REASONS:
@@ -87,6 +95,7 @@ class Account:
             "set_aside": aside,
             "rejected": self.rejected,
             "duplicates": self.duplicates,
+            "not_kept": list(self.not_kept),
             "own_split": self.own_split,
             "left_out": self.left_out,
         }
@@ -201,7 +210,7 @@ def collect(
                     serving = place[0] if place[0] != stage else place[1]
                     account.put_aside(f"its prompt serves {serving} already, through another row", row.where)
                     continue
-                account.used[f"{stage}/{part}"] += 1
+                account.use(stage, part, record)
                 for _ in range(copies if part == "train" else 1):
                     write(stage, part, output_row(record, stage), len(content) + len(extra))
                     account.written[f"{stage}/{part}"] += 1

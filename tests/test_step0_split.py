@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from step0_data import sources, split
+from step0_data import output, sources, split
 
 TEXT = st.text(alphabet="abcXYZ \n你🎉", min_size=1, max_size=6).filter(lambda t: t.strip())
 PAIR = st.builds(lambda p, a, b: {"prompt": p, "chosen": a, "rejected": b}, TEXT, TEXT, TEXT)
@@ -206,6 +206,25 @@ def test_identical_pairs_and_duplicates_are_counted(tmp_path):
     assert entry["duplicates"] == 2 and sum(entry["used"].values()) == 3
     stages, (entry,) = collect(tmp_path, [same, pair, pair, pair], drop_duplicates=True)
     assert entry["set_aside"]["repeats an earlier row"] == {"rows": 2, "first": f"{tmp_path / '0.jsonl'} line 3"}
+
+
+def test_columns_that_nobody_reads_are_named(tmp_path):
+    """They reach the prompts of RL, and nothing else: a user who thinks that they are trained on has to read so."""
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "passage": "long", "id": 3, "note": None}
+    stages, (entry,) = collect(tmp_path, [pair], rule=split.Rule((0, 1, 0), (), 0))
+    assert entry["not_kept"] == ["passage", "id"] and "  no step reads the columns passage, id" in summary([entry])
+    stages, (entry,) = collect(
+        tmp_path, [{**pair, "prompt": f"q{i}"} for i in range(9)], rule=split.Rule((0, 1, 1), (), 0)
+    )
+    assert "  only prompts keep the columns passage, id" in summary([entry])
+    assert stages["prompts"]["train"][0]["passage"] == "long"
+    text = {"text": "t", "title": "x"}
+    stages, ledger = collect(tmp_path, [text], [{"question": "q", "answer": "a"}])
+    assert [entry["not_kept"] for entry in ledger] == [["title"], []]
+
+
+def summary(ledger):
+    return output.summary({}, ledger).splitlines()
 
 
 def test_a_bad_row_stops_by_default_naming_file_line_reason_and_fix(tmp_path):
