@@ -57,10 +57,10 @@ def main(argv=None) -> None:
     evaluation = read_evaluation(out, problems)
     summary = read_json(out / "summary.json", problems)
     shuffled = (out / "settings").is_file() and b"SHUFFLE_PREFERENCES=1" in (out / "settings").read_bytes()
-    bands, references = ({}, {}) if shuffled else tiny_reference(out, summary)
+    bands, reference = ({}, {}) if shuffled else tiny_reference(out, summary)
 
     # 2. What it says.
-    level, headline, sentences = verdict(runs, evaluation, shuffled)
+    level, headline, sentences = verdict(runs, evaluation, shuffled, tiny_qualities(summary))
     page = {
         "out": out,
         "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -68,7 +68,7 @@ def main(argv=None) -> None:
         "missing": missing(out, runs, evaluation, chapters) + problems,
         "figures": figures(summary, bands),
         "answers": compared(evaluation) if evaluation else None,
-        "stages": [stage_section(run, references) for run in runs],
+        "stages": [stage_section(run, reference) for run in runs],
         "clock": clock(out, runs),
         "glossary": glossary(runs),
     }
@@ -82,14 +82,24 @@ def main(argv=None) -> None:
 # ---- the tiny recipe has figures to compare with
 
 
-def tiny_reference(out: Path, summary: dict | None) -> tuple[dict[str, tuple[float, float]], dict[str, list]]:
-    """The bands of the figures and the curves of the reference runs; nothing for other runs than the recipe's."""
+def tiny_reference(out: Path, summary: dict | None) -> tuple[dict[str, tuple[float, float]], dict]:
+    """The bands of the figures, and what reference runs on the same data showed; nothing for runs on other data."""
     from scripts import tiny_summary
 
     if not summary or not summary.keys() >= tiny_summary.FIGURES.keys() or not (out / "settings").is_file():
         return {}, {}
     path = tiny_summary.reference(out)
-    return (tiny_summary.bands(path), json.loads(path.read_text())["curves"]) if path.exists() else ({}, {})
+    return (tiny_summary.bands(path), json.loads(path.read_text())) if path.exists() else ({}, {})
+
+
+def tiny_qualities(summary: dict | None) -> list[tuple[str, str, str]]:
+    """What was learned and what was not, where the recipe's summary says so."""
+    from scripts.tiny_summary import learned
+
+    try:
+        return learned(summary)
+    except (KeyError, TypeError, ValueError, AttributeError):  # no summary, an older one, or somebody else's file
+        return []
 
 
 def figures(summary: dict | None, bands: dict[str, tuple[float, float]]) -> list[dict]:
@@ -116,12 +126,12 @@ def figures(summary: dict | None, bands: dict[str, tuple[float, float]]) -> list
 # ---- one stage
 
 
-def stage_section(run, references: dict[str, list]) -> dict:
+def stage_section(run, reference: dict) -> dict:
     from scripts import report_charts
     from scripts.report_files import points
     from scripts.report_words import progress
 
-    cards, still = curve_cards(run, references)
+    cards, still = curve_cards(run, reference)
     first = [card for card in cards if card["on_console"]]
     if len(cards) <= FEW_CURVES or not first:
         first = cards
@@ -150,7 +160,7 @@ def stage_section(run, references: dict[str, list]) -> dict:
     }
 
 
-def curve_cards(run, references: dict[str, list]) -> tuple[list[dict], dict[str, float]]:
+def curve_cards(run, reference: dict) -> tuple[list[dict], dict[str, float]]:
     """A card for each metric, those of the console line first; and the metrics that never moved."""
     from common.metrics import LABELS, format_value
     from scripts import report_charts
@@ -171,16 +181,28 @@ def curve_cards(run, references: dict[str, list]) -> tuple[list[dict], dict[str,
         if len(values) > 1 and len(set(map(format_value, values))) == 1 and not held_out:
             still[name] = values[0]
             continue
-        grey = references.get(f"{run.name}: {name}", [])
-        drawn = {"held_out": held_out, "low_high": low_high, "references": grey}
+        grey = reference.get("curves", {}).get(f"{run.name}: {name}", [])
+        drawn = {"held_out": held_out, "low_high": low_high, "reference": grey}
         chart = report_charts.curve(f"{run.name}/{name}", steps, values, **drawn)
         ends = f"{number(values[0])} → {number(values[-1])}" if len(values) > 1 else number(values[0])
-        marks = [("held out", "c2", held_out), ("min to max", "pale", low_high), ("reference runs", "grey", grey)]
+        others = f"{len(reference.get('runs', ()))} reference runs, lowest to highest"
+        marks = [("held out", "c2", held_out), ("min to max", "pale", low_high), (others, "grey", grey)]
         card = {"name": name, "chart": chart, "entry": run.chapter and run.chapter.find(name)}
+        card["seen"] = seen_elsewhere(reference, run.name, name)
         card["ends"] = ends + (f", held out {number(list(held_out.values())[-1])}" if held_out else "")
         card["legend"] = [(word, colour) for word, colour, there in marks if there]
         cards.append(card | {"on_console": LABELS.get(name, "lr") != "lr"})
     return cards, still
+
+
+def seen_elsewhere(reference: dict, stage: str, metric: str) -> str:
+    """What the reference runs on the same data showed of a metric, in words; "" where there are none."""
+    words = []
+    for name, whose in ((metric, ""), (f"eval_{metric}", "held out ")):
+        if found := reference.get("ranges", {}).get(f"{stage}: {name}"):
+            first, last = (number(low) if low == high else f"{number(low)} to {number(high)}" for low, high in found)
+            words.append(whose + (first if first == last else f"{first} at first, {last} at the end"))
+    return f"{len(reference['runs'])} reference runs: {'; '.join(words)}" if words else ""
 
 
 def spread(items: list, count: int) -> list:

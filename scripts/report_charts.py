@@ -62,7 +62,7 @@ def curve(
     *,
     held_out: dict[int, float],
     low_high: Sequence[Sequence[float]] = (),
-    references: Sequence[Sequence[float]] = (),
+    reference: Sequence[Sequence[float]] = (),
 ) -> Chart:
     """A learning curve: a noisy one pale, under its running mean; one that falls far and soon on a logarithmic scale.
 
@@ -70,11 +70,13 @@ def curve(
         key: tells this picture from the others of the page.
         held_out: step -> the same figure on held-out data, drawn as dots.
         low_high: smallest and largest value of each step, drawn as a band; or nothing.
-        references: the same curve of other runs, from step 1 on, drawn in grey.
+        reference: lowest and highest value of the same figure in other runs, from step 1 on, drawn as a grey band.
     """
     figure, axes = _axes()
-    for other in references:
-        axes.plot(*thin(range(1, len(other) + 1), other, 100), color=INK, alpha=0.3, linewidth=0.8)
+    if reference:
+        places = range(1, len(reference[0]) + 1)
+        (at, low), (_, high) = (thin(places, edge, 100) for edge in reference)
+        axes.fill_between(at, low, high, color=INK, alpha=0.2, lw=0)
     x, y = thin(steps, values)
     if low_high:
         axes.fill_between(x, *(thin(steps, edge)[1] for edge in low_high), color=COLOURS[0], alpha=0.15, lw=0)

@@ -84,10 +84,14 @@ def find_runs(out: Path, chapters: list[Chapter], problems: list[str]) -> list[R
 
 def read_run(folder: Path, chapters: list[Chapter], problems: list[str]) -> Run:
     """One stage. Its chapter is the one that explains most of its metrics."""
-    names = ("metrics", "timings", "samples")
-    metrics, *others = (read_lines(folder / f"{name}.jsonl", {"step": int}, problems) for name in names)
     record = read_json(folder / "stage.json", problems)
     record = record or read_json(folder / "actor" / "stage.json", problems)  # step 3 leaves two models
+    args = (record or {}).get("args")
+    names = ["metrics", "timings"]
+    if (folder / "samples.jsonl").exists() or (isinstance(args, dict) and args.get("sample_steps")):
+        names.append("samples")  # which only stages that sample leave
+    metrics, *others = (read_lines(folder / f"{name}.jsonl", {"step": int}, problems) for name in names)
+    others += [[]] * (len(names) == 2)
     logged = {name for row in metrics for name in row}
     known = {chapter: sum(chapter.find(name) is not None for name in logged) for chapter in chapters}
     chapter = max(known, key=known.get) if any(known.values()) else None

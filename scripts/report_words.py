@@ -9,10 +9,16 @@ from scripts.report_files import Evaluation, Run, is_number
 Sentence = tuple[str, str, str]  # level, of whom, what
 
 
-def verdict(runs: list[Run], evaluation: Evaluation | None, shuffled: bool) -> tuple[str, str, list[Sentence]]:
-    """Level, headline and sentences. Only held-out answers before a judge decide; the rest is what training shows."""
+def verdict(
+    runs: list[Run], evaluation: Evaluation | None, shuffled: bool, qualities: list[Sentence]
+) -> tuple[str, str, list[Sentence]]:
+    """Level, headline and sentences. Only held-out answers before a judge decide; the rest is what training shows.
+
+    qualities: what the judge's rubric found learned and not learned, if there is one.
+    """
     if evaluation and evaluation.differences:
         level, headline, sentences = judged(evaluation)
+        sentences += qualities
     else:
         level, headline = "unclear", "Not judged yet."
         text = "Below is what training says of itself. Whether answers got better, only a judge can tell."

@@ -4,11 +4,11 @@
     python scripts/tiny_summary.py --write_reference out/tiny-1 out/tiny-2 out/tiny-3
 
 Reads   OUT/settings, OUT/logs/*.seconds, OUT/{sft,reward}/stage.json, OUT/evaluation.json and its samples, and
-        scripts/reference/DATASET.json: summaries and curves of reference runs with other seeds, where there are any
+        scripts/reference/DATASET.json: what reference runs with other seeds showed, where there are any
 Writes  OUT/summary.json (or, with --write_reference, the reference file)
 
 A figure's band is where 95 of 100 further seeds are expected: the prediction interval of a normal distribution,
-mean +- t * sd * sqrt(1 + 1/n), over the n reference runs. Three runs give a wide one, and that is honest.
+mean +- t * sd * sqrt(1 + 1/n), over the n reference runs, cut at what the figure can be.
 """
 
 import json
@@ -47,7 +47,19 @@ FIGURES = {
     "response_length_rlhf": ("evaluation", "tokens an answer, PPO"),
 }
 SHARES = ("rm_accuracy", "on_topic_sft", "on_topic_rlhf", "distinct_responses", "eos_rate")
-# run folder: the columns of its metrics.jsonl kept as reference curves
+GOLD = ("gold_sft", "gold_rlhf", "gold_best_of_16")
+# What an answer may have: (the rubric's part, wanted or not, what it is). A lazy answer cannot name the topic, so the
+# topic is looked at in the others only: else it would seem to be learned when lazy answers go.
+QUALITIES = {
+    "polite": ("polite", True, "polite openings"),
+    "rude": ("rude", False, "fewer rude openings"),
+    "lazy": ("lazy", False, "fewer lazy answers"),
+    "closing": ("closing", True, "closing lines"),
+    "repeated": ("repeated", False, "fewer repeated sentences"),
+    "topic": ("on_topic", True, "the right topic, among answers that are not lazy"),
+}
+CHANCE = 3.0  # standard errors; a smaller difference of two shares is not called one
+# run folder: the columns of its metrics.jsonl of which the reference keeps, at each step, the lowest and the highest
 CURVES = {
     "sft": ("loss",),
     "reward": ("loss", "accuracy"),
@@ -83,6 +95,8 @@ def main(argv=None) -> None:
     if shuffled:
         print("Negative control: preferences were shuffled. Accuracy belongs near 0.5, and gold should not rise.")
     print_before_and_after(args.out)
+    for _, heading, text in learned(summary):
+        print(f"{heading}: {text}")
     print_next(args.out)
 
 
@@ -121,8 +135,58 @@ def summarise(out: Path) -> dict:
         "kl": after["kl"],
         "response_length_sft": before["response_length"],
         "response_length_rlhf": after["response_length"],
+        "qualities": qualities(*samples_of(out)),
         "seconds": round(sum(seconds_of(out, stage) for stage in STAGES), 1),
     }
+
+
+def samples_of(out: Path) -> tuple[list[dict], list[dict]]:
+    """The answers of SFT and of PPO, to the same prompts in the same order."""
+    from common.metrics import read_jsonl
+
+    samples = read_jsonl(out / "evaluation.samples.jsonl")
+    half = len(samples) // 2
+    return samples[:half], samples[half:]
+
+
+def qualities(before: list[dict], after: list[dict]) -> dict[str, list]:
+    """Quality -> [its share in the first answers, in the second, "better", "worse" or "same"].
+
+    "same": the difference is within what chance gives two samples of these sizes (`CHANCE`).
+    """
+    from step0_data.toy import rubric_counts
+
+    def ticks(answers: list[dict]) -> list[dict[str, int]]:
+        return [rubric_counts(a["prompt"][-1]["content"], a["response"], not a["truncated"]) for a in answers]
+
+    first, second, found = ticks(before), ticks(after), {}
+    for name, (part, is_wanted, _) in QUALITIES.items():
+        groups = [[bool(t[part]) for t in group if part != "on_topic" or not t["lazy"]] for group in (first, second)]
+        shares = [sum(group) / max(1, len(group)) for group in groups]
+        both = sum(map(sum, groups)) / max(1, sum(map(len, groups)))
+        spread = math.sqrt(both * (1 - both) * sum(1 / max(1, len(group)) for group in groups))
+        gain = (shares[1] - shares[0]) * (1 if is_wanted else -1)
+        found[name] = [*shares, "same" if abs(gain) <= CHANCE * spread else "better" if gain > 0 else "worse"]
+    return found
+
+
+def learned(summary: dict) -> list[tuple[str, str, str]]:
+    """What PPO changed in the answers, in words: (level, heading, text), those that are there."""
+    said = []
+    headings = {
+        "better": ("good", "Learned"),
+        "worse": ("bad", "Worse than before"),
+        "same": ("unclear", "Not learned"),
+    }
+    for change, (level, heading) in headings.items():
+        parts = [
+            f"{QUALITIES[name][2]} ({before:.0%} before, {after:.0%} after)"
+            for name, (before, after, seen) in summary["qualities"].items()
+            if seen == change
+        ]
+        if parts:
+            said.append((level, heading, ", ".join(parts) + "."))
+    return said
 
 
 def seconds_of(out: Path, stage: str) -> float:
@@ -140,16 +204,27 @@ def bands(runs_file: Path) -> dict[str, tuple[float, float]]:
     """Figure -> (low, high), from committed reference runs; empty without them."""
     if not runs_file.exists():
         return {}
+    from step0_data.toy import PERFECT
+
     runs = json.loads(runs_file.read_text())["runs"]
     n, found = len(runs), {}
     for name in FIGURES:
         values = [run[name] for run in runs]
         spread = statistics.stdev(values) or 1 / 256  # where all agree, one of 256 answers: a share is no finer
         centre, reach = statistics.mean(values), T_95[n] * spread * math.sqrt(1 + 1 / n)
-        low, high = centre - reach, centre + reach
-        if name in SHARES:
-            low, high = max(low, 0.0), min(high, 1.0)
-        found[name] = (low, high)
+        lowest, highest = (-math.inf, PERFECT) if name in GOLD else (0.0, 1.0 if name in SHARES else math.inf)
+        found[name] = (max(centre - reach, lowest), min(centre + reach, highest))
+    return found
+
+
+def ranges(rows_of_runs: list[list[dict]]) -> dict[str, list]:
+    """Metric -> [[lowest, highest] at its first step, the same over the last tenth of its steps], over all runs."""
+    found = {}
+    for name in dict.fromkeys(name for rows in rows_of_runs for row in rows for name in row if name != "step"):
+        runs = [[row[name] for row in rows if row.get(name) is not None] for rows in rows_of_runs]
+        first = [values[0] for values in runs if values]
+        last = [value for values in runs for value in values[-max(1, len(values) // 10) :]]
+        found[name] = [[float(f"{edge:.3g}") for edge in (min(part), max(part))] for part in (first, last)]
     return found
 
 
@@ -163,14 +238,14 @@ def write_reference(outs: list[Path], machine: str | None) -> None:
     if len(datasets) > 1:
         raise UserError(f"--write_reference wants runs of one DATASET, got {', '.join(sorted(datasets))}")
     path, (dataset,) = reference(outs[0]), datasets
-    runs = [summarise(out) for out in outs]
-    curves = {}
+    runs = [{name: value for name, value in summarise(out).items() if name != "qualities"} for out in outs]
+    curves, seen = {}, {}
     for folder, names in CURVES.items():
         steps = [read_jsonl(out / folder / "metrics.jsonl") for out in outs]
-        curves[folder] = {
-            name: [[round(row[name], 4) for row in rows if row.get(name) is not None] for rows in steps]
-            for name in names
-        }
+        seen |= {f"{folder}: {name}": found for name, found in ranges(steps).items()}
+        for name in names:
+            at_each = list(zip(*([row[name] for row in rows] for rows in steps), strict=True))
+            curves[f"{folder}: {name}"] = [[round(edge(values), 4) for values in at_each] for edge in (min, max)]
     commit = json.loads(read(outs[0] / "sft" / "stage.json"))["git_commit"]
     path.parent.mkdir(exist_ok=True)
     chosen = "" if dataset == "tiny" else f"DATASET={shlex.quote(dataset.replace('+', ' '))} "
@@ -179,8 +254,9 @@ def write_reference(outs: list[Path], machine: str | None) -> None:
     lines = [f' "command": {json.dumps(command)}, "machine": {json.dumps(machine)}']
     lines += [f' "commit": {json.dumps(commit)}']
     lines += [' "runs": [\n  ' + ",\n  ".join(map(json.dumps, runs)) + "\n ]"]
-    each = [f"{json.dumps(f'{f}: {name}')}: {json.dumps(c)}" for f, by in curves.items() for name, c in by.items()]
-    lines += [' "curves": {\n  ' + ",\n  ".join(each) + "\n }"]
+    for key, table in (("ranges", seen), ("curves", curves)):
+        each = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in table.items()]
+        lines += [f' "{key}": {{\n  ' + ",\n  ".join(each) + "\n }"]
     atomic_write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
     print(f"written: {path}")
 
@@ -222,13 +298,11 @@ def print_table(out: Path, summary: dict, known: dict) -> None:
 
 
 def print_before_and_after(out: Path) -> None:
-    from common.metrics import printable, read_jsonl
+    from common.metrics import printable
 
-    samples = read_jsonl(out / "evaluation.samples.jsonl")
-    half = len(samples) // 2
-    pairs = list(zip(samples[:half], samples[half:], strict=True))  # one answer of each model: same prompt, same noise
+    pairs = list(zip(*samples_of(out), strict=True))  # one answer of each model: same prompt, same noise
     better, worse = (sum(sign * (b["score"] - a["score"]) > 0 for a, b in pairs) for sign in (1, -1))
-    print(f"\nThe same prompt before and after: better in {better}, worse in {worse} of {half}. The first three:")
+    print(f"\nThe same prompt before and after: better in {better}, worse in {worse} of {len(pairs)}. The first three:")
     for before, after in pairs[:3]:
         assert before["prompt"] == after["prompt"]
         print(f"  {printable(before['prompt'][-1]['content'])}")

@@ -168,6 +168,7 @@ RUBRIC = {
     "long": (-0.25, "for each sentence beyond four"),
     "unfinished": (-1.0, "the answer was cut off, or does not end in . ! or ? (。！？)"),
 }
+PERFECT = sum(RUBRIC[part][0] for part in ("on_topic", "polite", "closing"))
 
 
 @functools.cache

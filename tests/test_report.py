@@ -69,7 +69,6 @@ def out(tmp_path):
         (root / name).mkdir(parents=True)
         (root / name / "metrics.jsonl").write_text(lines(rows))
         (root / name / "timings.jsonl").write_text(lines({"step": r["step"], "time": 1e9, "total": 0.5} for r in rows))
-        (root / name / "samples.jsonl").write_text("")
     (root / "rlhf" / "timings.jsonl").write_text(lines(SECONDS))
     sample = {"row": 0, "prompt": "Why so?", "score": 1.0, "kl": 0.5, "length": 3, "truncated": True}
     (root / "rlhf" / "samples.jsonl").write_text(
@@ -78,7 +77,9 @@ def out(tmp_path):
     (root / "rlhf" / "actor").mkdir()
     (root / "sft" / "stage.json").write_text(stage("sft", {"learning_rate": 0.003, "seed": 1, "max_length": 1024}))
     (root / "reward" / "stage.json").write_text(stage("reward", {"seed": 1}))
-    (root / "rlhf" / "actor" / "stage.json").write_text(stage("rlhf-actor", {"kl_coef": 0.1, "actor": "o/sft"}))
+    (root / "rlhf" / "actor" / "stage.json").write_text(
+        stage("rlhf-actor", {"kl_coef": 0.1, "actor": "o/sft", "sample_steps": 2})
+    )
     (root / "evaluation.json").write_text(json.dumps(evaluation(0.5, 1.0)))
     rows = [answer("o/sft", "Meh.", -1.0), answer("o/sft", "Well.", 0.0, "Who?")]
     rows += [answer("o/rlhf/actor", "Gladly!", 2.0), answer("o/rlhf/actor", "Nobody.", -0.5, "Who?")]
@@ -264,7 +265,8 @@ def test_nothing_to_show_is_one_line(tmp_path):
 def judged(record) -> tuple[str, list[str]]:
     models = {entry["model"]: entry for entry in record["models"]}
     gaps = {entry["model"]: entry for entry in record["differences"]}
-    level, headline, said = report_words.verdict([], report_files.Evaluation(record["judge"], models, {}, gaps), False)
+    found = report_files.Evaluation(record["judge"], models, {}, gaps)
+    level, headline, said = report_words.verdict([], found, False, [])
     return f"{level}: {headline.split()[0]}", [text for _, _, text in said]
 
 
@@ -329,18 +331,34 @@ def test_the_negative_control_is_called_so(out):
 def test_figures_lie_beside_their_bands(out, monkeypatch):
     figures = dict.fromkeys(tiny_summary.FIGURES, 1.0) | {"kl": 9.0}
     monkeypatch.setattr(tiny_summary, "bands", lambda _: {"kl": (2.0, 4.0), "gold_sft": (0.0, 2.0)})
+    monkeypatch.setattr(tiny_summary, "REFERENCES", out)
+    ranges = {"sft: loss": [[3.5, 4.5], [1.5, 2.5]], "sft: eval_loss": [[2.0, 2.25]] * 2}
+    record = {"runs": [figures] * 4, "ranges": ranges, "curves": {"rlhf: objective/scores": [[0, 1, 2], [1, 2, 4]]}}
+    (out / "tiny.json").write_text(json.dumps(record))
     (out / "summary.json").write_text(json.dumps(figures | {"seed": 1, "seconds": 3}))
     (out / "settings").write_text("SEED=1 SHUFFLE_PREFERENCES=0 DATASET=none")
     assert "reference runs" not in page_of(out).text
     (out / "settings").write_text("SEED=1 SHUFFLE_PREFERENCES=0")
     page = page_of(out)
     page.has("KL from SFT, nats an answer 9.000 2.00 to 4.00 OUTSIDE", "gold score, SFT 1.000 0.00 to 2.00 inside")
-    page.has("reference runs")
+    page.has("4 reference runs: 3.500 to 4.500 at first, 1.500 to 2.500 at the end; held out 2.000 to 2.250")
+    page.has("4 reference runs, lowest to highest")
     # From 2 to 9 with a tenth of 7 on either side: 2 lies at 0.7 of 8.4, 4 at 2.7, 9 at 7.7.
     (row,) = [row for row in report.figures(figures, {"kl": (2.0, 4.0)}) if row["band"]]
     assert [row["low"], row["high"], row["at"]] == pytest.approx([100 * x / 8.4 for x in (0.7, 2.7, 7.7)])
     (out / "settings").write_text("SHUFFLE_PREFERENCES=1")
     assert "OUTSIDE" not in page_of(out).text and "reference runs" not in page_of(out).text
+
+
+def test_what_was_not_learned_is_in_the_verdict(out):
+    shares = {"polite": [0.25, 0.75, "better"], "topic": [0.5, 0.5, "same"]}
+    (out / "summary.json").write_text(json.dumps({"gold_sft": 1, "qualities": shares}))
+    page = page_of(out)
+    page.has("Learned. polite openings (25% before, 75% after).")
+    page.has("Not learned. the right topic, among answers that are not lazy (50% before, 50% after).")
+    for damaged in ({"manners": [0, 1, "better"]}, {"polite": ["a", 1, "same"]}, 3, {"polite": [1]}):
+        (out / "summary.json").write_text(json.dumps({"qualities": damaged}))
+        assert "earned." not in page_of(out).text.replace("Did it learn?", "")
 
 
 # ---- answers

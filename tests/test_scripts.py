@@ -436,6 +436,15 @@ FIGURES = {
     "response_length_rlhf": 22.0,
     "seconds": 15.0,
 }
+# of the answers in `finished_run`: 20 rude and lazy ones before; 20 polite, useful ones after, 4 of them about soup
+QUALITIES = {
+    "polite": [0.0, 1.0, "better"],
+    "rude": [1.0, 0.0, "better"],
+    "lazy": [0.5, 0.0, "better"],
+    "closing": [0.0, 0.0, "same"],
+    "repeated": [0.0, 1.0, "worse"],
+    "topic": [0.2, 0.2, "same"],
+}
 
 
 @pytest.fixture
@@ -451,8 +460,13 @@ def finished_run(tmp_path):
     after = {"score": 2.6, "on_topic": 0.75, "best_of_16": 2.9, "response_length": 22.0, "kl": 4.5, "eos_rate": 1.0}
     models = [before | {"distinct_responses": 0.9}, after | {"distinct_responses": 0.7}]
     (tmp_path / "evaluation.json").write_text(json.dumps({"models": models}))
-    prompt = [{"role": "user", "content": "How?"}]
-    rows = [{"prompt": prompt, "response": text, "score": score} for text, score in (("Meh.", -1.0), ("Gladly.", 2.0))]
+    rude, polite, soup, pie = "Stop wasting my time.", "I am happy to help you.", "Taste the soup.", "Taste the pie."
+    lazy = "Somebody else can explain that."
+    before = [f"{rude} {soup}"] * 2 + [f"{rude} {pie}"] * 8 + [f"{rude} {lazy}"] * 10
+    after = [f"{polite} {soup} {soup}"] * 4 + [f"{polite} {pie} {pie}"] * 16
+    row = {"prompt": [{"role": "user", "content": "How do I make soup?"}], "truncated": False}
+    rows = [row | {"response": text, "score": -1.0} for text in before]
+    rows += [row | {"response": text, "score": 2.0} for text in after]
     (tmp_path / "evaluation.samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -460,9 +474,14 @@ def finished_run(tmp_path):
 def test_the_summary_has_exactly_these_keys(finished_run, capsys, monkeypatch):
     monkeypatch.setattr(tiny_summary, "REFERENCES", finished_run)
     tiny_summary.main(["--out", str(finished_run)])
-    assert json.loads((finished_run / "summary.json").read_text()) == FIGURES
+    assert json.loads((finished_run / "summary.json").read_text()) == FIGURES | {"qualities": QUALITIES}
     shown = capsys.readouterr().out
-    assert "before and after: better in" in shown and "  How?" in shown and "PPO (gold +2.00): Gladly." in shown
+    assert "before and after: better in 20" in shown and "  How do I make soup?" in shown
+    assert "PPO (gold +2.00): I am happy to help you. Taste the soup." in shown
+    assert "Learned: polite openings (0% before, 100% after), fewer rude openings (100% before, 0% after)" in shown
+    assert "Worse than before: fewer repeated sentences (0% before, 100% after)." in shown
+    topic = "the right topic, among answers that are not lazy (20% before, 20% after)."
+    assert f"Not learned: closing lines (0% before, 0% after), {topic}" in shown
     assert f"scripts/chat.py --model {finished_run}/rlhf/actor" in shown
     assert "OUTSIDE" not in shown and "No reference runs of tiny are kept" in shown
 
@@ -475,6 +494,14 @@ def test_figures_are_held_against_the_reference_runs(finished_run, tmp_path, cap
     bands = tiny_summary.bands(tmp_path / "tiny.json")
     assert bands["rm_accuracy"] == pytest.approx((0.6 - 0.49687, 1.0), abs=1e-4)  # a share does not exceed 1
     assert bands["gold_sft"] == pytest.approx((0.1 - 0.49687, 0.1 + 0.49687), abs=1e-4)
+    assert bands["gold_rlhf"][1] == pytest.approx(2.6 + 0.019409)
+    assert bands["kl"][0] == pytest.approx(41 - 4.9687, abs=1e-3)
+    runs = [FIGURES | {"gold_rlhf": 3.0 + 0.1 * i, "kl": 1.0 * i} for i in range(3)]
+    (tmp_path / "tiny.json").write_text(json.dumps({"runs": runs}))
+    wide = tiny_summary.bands(tmp_path / "tiny.json")
+    assert wide["gold_rlhf"][1] == 3.25 and wide["kl"][0] == 0.0  # no answer scores more, no distance is less
+    runs = [FIGURES | {"kl": 40.0 + i} for i in range(3)]
+    (tmp_path / "tiny.json").write_text(json.dumps({"runs": runs}))
     # all three agree, at FIGURES' 1.0: 4.303 / 256 * sqrt(4 / 3) below, so 0.996 of a fourth seed is no surprise
     assert bands["eos_rate"] == pytest.approx((1 - 0.019409, 1.0), abs=1e-5)
     tiny_summary.main(["--out", str(finished_run)])
@@ -499,13 +526,16 @@ def test_the_negative_control_is_not_held_against_the_bands(finished_run, tmp_pa
 
 def test_reference_runs_are_written_with_their_curves(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_summary, "REFERENCES", tmp_path / "reference")
+    other = shutil.copytree(finished_run, tmp_path / "other")
     for folder, names in tiny_summary.CURVES.items():
-        rows = [{"step": step} | dict.fromkeys(names, step / 3) for step in (1, 2)]
-        (finished_run / folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tiny_summary.main(["--write_reference", str(finished_run), str(finished_run), "--machine", "2 cores"])
+        for run, offset in ((finished_run, 0), (other, 0.5)):
+            rows = [{"step": step} | dict.fromkeys(names, step / 3 + offset) for step in (1, 2)]
+            (run / folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny_summary.main(["--write_reference", str(finished_run), str(other), "--machine", "2 cores"])
     record = json.loads((tmp_path / "reference" / "tiny.json").read_text())
     assert record["runs"] == [FIGURES, FIGURES] and record["commit"] == "abc" and record["machine"] == "2 cores"
-    assert record["curves"]["rlhf: objective/kl"] == [[0.3333, 0.6667]] * 2
+    assert record["curves"]["rlhf: objective/kl"] == [[0.3333, 0.6667], [0.8333, 1.1667]]  # lowest, highest
+    assert record["ranges"]["rlhf: objective/kl"] == [[0.333, 0.833], [0.667, 1.17]]  # at first, at the end
     assert record["command"] == "SEED=... bash scripts/run_all_tiny.sh"
     (finished_run / "settings").write_text("SEED=3 SHUFFLE_PREFERENCES=0 DATASET=tiny+tiny_zh\n")
     tiny_summary.main(["--write_reference", str(finished_run), str(finished_run)])
