@@ -59,8 +59,18 @@ def write_base_model(folder: str | Path, texts: Iterable[str], seed: int, vocab_
     checkpoint.publish(folder, "base", write, args=args, seed=seed, parents={}, data=None, metrics={})
 
 
+class TooLittleText(UserError):
+    """A tokenizer of this size cannot be trained on the text; `most`: the largest that can, if it is known."""
+
+    def __init__(self, vocab_size: int, most: int | None, why: str):
+        super().__init__(f"too little text for a tokenizer of {vocab_size} pieces: {why}; bring more text")
+        self.most = most
+
+
 def write_base_model_for(prepared: Path, seed: int, vocab_size: int) -> None:
     """PREPARED/base_model for any data: the tokenizer is trained on the text of all train rows.
+
+    It has as many pieces as the text is enough for, `vocab_size` at most; fewer are said.
 
     The text is read twice. The first time characters are counted: at most half of the pieces that are to be learnt go
     to single characters, the most frequent ones, so that words get some too; rarer characters are spelled in bytes.
@@ -87,7 +97,15 @@ def write_base_model_for(prepared: Path, seed: int, vocab_size: int) -> None:
     share, rng = MAX_CHARACTERS / max(counts.total(), 1), random.Random(seed)
     texts = (text for text in staged_texts(prepared) if share >= 1 or rng.random() < share)
     lines = (line for text in texts for line in lines_of(text.translate(ends)))
-    write_base_model(prepared / "base_model", lines, seed, vocab_size)
+    try:
+        write_base_model(prepared / "base_model", lines, seed, vocab_size)
+    except TooLittleText as error:
+        if error.most is None or not MIN_VOCAB <= error.most < vocab_size:
+            raise
+        print(
+            f"note: the train rows are enough for a tokenizer of {error.most} pieces, not of {vocab_size}: it has those"
+        )
+        write_base_model_for(prepared, seed, error.most)
 
 
 def staged_texts(prepared: Path) -> Iterator[str]:
@@ -145,7 +163,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None
     except RuntimeError as error:
         most = re.search(r"value <= (\d+)", str(error))
         why = f"it is enough for {most[1]} or fewer" if most else str(error)
-        raise UserError(f"too little text for a tokenizer of {vocab_size} pieces: {why}; or bring more text") from error
+        raise TooLittleText(vocab_size, int(most[1]) if most else None, why) from error
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     config = {
         "tokenizer_class": "LlamaTokenizer",

@@ -69,7 +69,8 @@ def value_loss(
         loss    = 0.5 max((V - returns)^2, (clip(V) - returns)^2)          V = new_values
 
     OpenAI Baselines' ppo2, via lm-human-preferences; not in the PPO paper. cliprange_value None: 0.5 (V - returns)^2.
-    There is no vf_coef: the critic is a model of its own with its own learning rate, which Adam makes the same thing.
+    There is no vf_coef: the critic is a model of its own with its own learning rate. Under Adam a factor on the whole
+    loss would only move where gradient clipping begins.
 
     Stats: error: (V - returns)^2, unclipped and without the 0.5; clipfrac: tokens where the clipped term decided.
     """

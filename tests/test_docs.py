@@ -324,7 +324,7 @@ def test_every_figure_of_the_summary_is_explained():
 
     table = next(t for t in tables(read("README.md")) if t[0][0] == "name in summary.json")
     explained = {span for row in table[1:] for span in code_spans(row[0])}
-    assert explained == {"seed", "seconds", *tiny_summary.FIGURES}
+    assert explained == {"seed", "seconds", "qualities", *tiny_summary.FIGURES}
 
 
 # ---- the file tree

@@ -244,10 +244,6 @@ def test_long_lines_are_cut_rather_than_left_out():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--train_tokenizer", 5000],
-            r"too little text for a tokenizer of 5000 pieces: it is enough for \d+ or fewer; or",
-        ),
         (["--train_tokenizer", 299], "--train_tokenizer 299: wanted 300 or more; 260 are always there"),
         (["--dataset", "tiny", "--train_tokenizer", 500], "--train_tokenizer is for data of your own"),
         (["--dataset", "tiny_zh", "pairs.jsonl"], "tiny stands alone, or with tiny_zh"),
@@ -270,12 +266,26 @@ def test_a_tokenizer_without_train_rows_is_one_line(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err == message
 
 
-def test_the_largest_size_that_is_named_works(tmp_path, monkeypatch, capsys):
-    source, flags = write_mixed(tmp_path / "mixed.jsonl", 20), ["--output_dir", tmp_path / "data", "--train_tokenizer"]
-    assert run(monkeypatch, "--dataset", source, *flags, 5000) == 2
-    largest = int(re.search(r"enough for (\d+) or fewer", capsys.readouterr().err)[1])
-    assert run(monkeypatch, "--dataset", source, *flags, largest + 1) == 2
-    assert run(monkeypatch, "--dataset", source, *flags, largest) == 0
+def test_a_tokenizer_has_as_many_pieces_as_the_text_is_enough_for(tmp_path, monkeypatch, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, sizes = write_mixed(tmp_path / "mixed.jsonl", 20), {}
+    for asked in (5000, 300):
+        flags = ["--output_dir", tmp_path / str(asked), "--train_tokenizer", asked]
+        assert run(monkeypatch, "--dataset", source, *flags) == 0
+        base, shown = tmp_path / str(asked) / "base_model", capsys.readouterr().out
+        sizes[asked] = len(AutoTokenizer.from_pretrained(base))
+        assert AutoModelForCausalLM.from_pretrained(base).config.vocab_size == sizes[asked]
+        assert (f"enough for a tokenizer of {sizes[asked]} pieces, not of {asked}" in shown) == (asked == 5000)
+    assert sizes[300] == 300 < sizes[5000] < 5000
+
+
+def test_no_text_for_a_tokenizer_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 3)
+    flags = ["--dataset", tmp_path / "a.jsonl", "--eval_fraction", 0, "--output_dir", tmp_path / "data"]
+    assert run(monkeypatch, *flags, "--train_tokenizer", 400) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: too little text for a tokenizer of ") and error.count("\n") == 1
 
 
 def test_the_character_that_sentencepiece_uses_for_spaces_is_said(tmp_path, monkeypatch, capsys):
