@@ -58,7 +58,7 @@ class Spool:
         kinds = self._kinds.setdefault(place, {})
         for name in dict.fromkeys(name for row in batch for name in row):
             if name in CONVERSATION[place[0]]:
-                kinds[name] = _messages()
+                kinds[name] = _common([_messages(batch, name), kinds.get(name, _NOTHING)])
             elif name not in kinds or kinds[name] is not None:
                 kinds[name] = _common([_kind_of([row.get(name) for row in batch]), kinds.get(name, _NOTHING)])
         with open(self._aside / "-".join(place), "ab") as file:
@@ -166,10 +166,13 @@ def _batches(path: Path) -> Iterator[list[dict]]:
                 return
 
 
-def _messages():
+def _messages(batch: list[dict], name: str):
+    """The type of a column of messages; the turns have a weight where one of them is not to be trained."""
     import pyarrow as pa
 
-    return pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    is_weighted = any("weight" in turn for row in batch for turn in row[name])
+    weight = [("weight", pa.int64())] if is_weighted else []
+    return pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), *weight]))
 
 
 def _kind_of(values: list):
