@@ -284,7 +284,7 @@ GOOD = {
         Q,
         [assistant('{"name": "f", "arguments": {}}')],
         None,
-        {"tools": "[]"},
+        {},
     ),
     "tool calls are JSON in the assistant's turn": (
         {
@@ -359,7 +359,7 @@ GOOD = {
     "completion, messages": ({"prompt": Q, "completion": A}, "completion", Q, A, None, {}),
     "labelled good": ({"prompt": "Q", "completion": "A", "label": True}, "unpaired", Q, A, None, {}),
     "labelled good, as numbers of a file with gaps": (
-        {"prompt": "Q", "completion": "A", "label": 1.0},
+        {"prompt": "Q", "completion": "A", "kto_tag": 1.0},
         "unpaired",
         Q,
         A,
@@ -537,7 +537,7 @@ def test_equal_scores_are_set_aside():
 
 def test_a_bad_answer_is_no_demonstration():
     for label in (False, 0, "false", "False", 0.0):
-        record = formats.convert({"prompt": "Q", "completion": "A", "label": label})[1]
+        record = formats.convert({"prompt": "Q", "completion": "A", "label": label}, "unpaired")[1]
         assert "no demonstration" in record.set_aside
     for row in ({"messages": Q + A, "label": False}, {"instruction": "Q", "output": "A", "kto_tag": False}):
         assert "no demonstration" in formats.convert(row)[1].set_aside
@@ -549,12 +549,12 @@ def test_text_is_not_trimmed_where_the_form_gives_it_whole():
 
 
 BAD = {
-    "unknown form": ({"foo": 1, "bar": 2}, "unknown form with the columns foo, bar.*chosen . rejected.*instruction"),
+    "unknown form": ({"foo": 1, "bar": 2}, "unknown form with the columns foo, bar; say what they are: --columns p"),
     "no columns": ({}, "unknown form with the columns none"),
     "no object": ([1, 2], "a row is a list"),
     "empty chosen": ({"prompt": "Q", "chosen": " ", "rejected": "B"}, "chosen is an empty answer"),
     "empty rejected": ({"prompt": "Q", "chosen": "A", "rejected": ""}, "rejected is an empty answer"),
-    "empty prompt": ({"prompt": [], "chosen": "A", "rejected": "B"}, "share no beginning; add a prompt column"),
+    "empty prompt": ({"prompt": [], "chosen": "A", "rejected": "B"}, "there is no prompt: prompt is an empty list; fill it"),
     "blank prompt": ({"prompt": " \n", "completion": "A"}, "the prompt is empty"),
     "nothing shared": ({"chosen": "A b", "rejected": "B b"}, "share no beginning; add a prompt column"),
     "mixed kinds": ({"prompt": "Q", "chosen": "A", "rejected": B}, "chosen and rejected are of different kinds"),
@@ -568,9 +568,9 @@ BAD = {
     ),
     "ends with the user": ({"messages": [*Q, *A, *Q]}, "messages ends with a user turn"),
     "no user": ({"messages": A}, "no user turn with text"),
-    "no messages": ({"messages": "hello"}, "messages is a str; wanted a list of messages"),
+    "no messages": ({"messages": "hello"}, "messages is text; wanted a list of messages"),
     "unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "the role 'wizard'; roles known: .*assistant"),
-    "content missing": ({"messages": [{"role": "user"}]}, "content is a NoneType"),
+    "content missing": ({"messages": [{"role": "user"}]}, "content is null; wanted text"),
     "image part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "image_url"}]}, *A]},
         "multimodal: messages has a part of the type 'image_url'; only text",
@@ -603,29 +603,29 @@ BAD = {
     ),
     "call and nothing else": (
         {"messages": [*Q, {"role": "assistant", "content": None, "tool_calls": []}]},
-        "messages has a message whose content is a NoneType",
+        "messages has a message whose content is null",
     ),
     "late system text": ({"messages": [*Q, system("S"), *A]}, "roles out of order: a system turn after the first turn"),
-    "the assistant begins": ({"messages": [*A, *Q, *B]}, "roles out of order: the conversation begins with the assis"),
+    "a tool begins": ({"messages": [tool("1"), *Q, *A]}, "roles out of order: a tool answers where nobody"),
     "an answer to no call": ({"messages": [*Q, tool("1"), *A]}, "roles out of order: a tool answers where nobody"),
     "two system texts": ({"messages": [system("S"), *Q, *A], "system": "T"}, "there are two system texts"),
-    "system no string": ({"messages": Q + A, "system": ["S"]}, "system is a list; wanted a string"),
+    "system no string": ({"messages": Q + A, "system": ["S"]}, "system is a list; wanted text"),
     "history of triples": (
         {"instruction": "Q", "output": "A", "history": [["q", "a", "x"]]},
         "history is no list of pairs of strings",
     ),
     "history as text": ({"instruction": "Q", "output": "A", "history": "none"}, "history is no list of pairs"),
-    "instruction no string": ({"instruction": {"en": "Q"}, "output": "A"}, "instruction is a dict; wanted a string"),
-    "answer a list": ({"question": "Q", "answer": ["A"]}, "answer is a list; wanted the answer as a string or a num"),
+    "instruction no string": ({"instruction": {"en": "Q"}, "output": "A"}, "instruction is an object; wanted text"),
+    "answer a list": ({"question": "Q", "answer": ["A"]}, "answer is a list; wanted the answer as text or a plain num"),
     "scores too few": ({"prompt": "Q", "responses": ["A", "B"], "scores": [1]}, "responses has 2 entries and scores h"),
-    "scores no list": ({"prompt": "Q", "responses": ["A", "B"], "scores": "12"}, "2 entries and scores is a str"),
+    "scores no list": ({"prompt": "Q", "responses": ["A", "B"], "scores": "12"}, "2 entries and scores is text"),
     "one score": (
         {"prompt": "Q", "responses": ["A", "B"], "scores": [1, None]},
         "responses has fewer than two answers with a score",
     ),
     "scored, no text": (
         {"prompt": "Q", "completions": [{"score": 1}, {"score": 2}]},
-        "completions has an answer without text; wanted a string or {response, text, content: ...}",
+        "completions has an answer without text; wanted text or {response, text, content: ...}",
     ),
     "the best answer is empty": (
         {"prompt": "Q", "responses": ["", "B"], "scores": [2, 1]},
@@ -642,12 +642,12 @@ BAD = {
     ),
     "shp, no text": (
         {"history": "Q", "human_ref_A": None, "human_ref_B": "B", "labels": 0},
-        "human_ref_A is a NoneType",
+        "human_ref_A is null",
     ),
-    "hc3, no answers": ({"question": "Q", "human_answers": [], "chatgpt_answers": ["B"]}, "human_answers has no str"),
+    "hc3, no answers": ({"question": "Q", "human_answers": [], "chatgpt_answers": ["B"]}, "human_answers has no text"),
     "kto_tag": ({"messages": Q + A, "kto_tag": "good"}, "kto_tag is 'good'; wanted true or false"),
     "answer missing": ({"instruction": "Q", "input": "", "output": ""}, "output is an empty answer"),
-    "answer no string": ({"instruction": "Q", "output": 3}, "output is a int"),
+    "answer no string": ({"instruction": "Q", "output": 3}, "output is a number; wanted text"),
     "label": ({"prompt": "Q", "completion": "A", "label": "maybe"}, "label is 'maybe'; wanted true or false"),
     "empty text": ({"text": "  "}, "text is empty"),
     "half a character": ({"prompt": "Q", "completion": "\ud83d"}, "half a surrogate pair"),
@@ -766,6 +766,6 @@ def test_any_row_is_converted_or_a_bad_row(data):
         return
     assert any(message["role"] == "user" and message["content"].strip() for message in record.prompt)
     for part in (record.prompt, record.answer, record.rejected):
-        assert part is None or all(isinstance(m["content"], str) and list(m) == ["role", "content"] for m in part)
+        assert part is None or all(isinstance(m["content"], str) and list(m)[:2] == ["role", "content"] for m in part)
     for answer in (record.answer, record.rejected):
         assert answer is None or (answer[-1]["role"] == "assistant" and answer[-1]["content"].strip())
