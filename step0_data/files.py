@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from common.errors import UserError
+from step0_data.columns import TableRow
 from step0_data.formats import BadRow
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow")
@@ -390,13 +391,13 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
                 continue
             for value in values:
                 number += 1
-                yield Row(f"{place} row {number}", value)
+                yield Row(f"{place} row {number}", TableRow(value))
 
 
 def _table_row(row) -> tuple[object, bytes | str | None]:
     """A row, or what is wrong with it and the cell (the row, where it is not known which cell)."""
     try:
-        return row.to_pylist()[0], None
+        return TableRow(row.to_pylist()[0]), None
     except UnicodeDecodeError as error:
         return _undecodable(error.object), error.object
     except (ValueError, OverflowError) as error:

@@ -22,6 +22,7 @@ from step0_data.columns import (
     TOOLS,
     WORDS,
     Cells,
+    TableRow,
     has,
     in_our_names,
     refuse_media,
@@ -69,12 +70,13 @@ def convert(row: dict, form_name: str | None = None, names: dict[str, str] | Non
     """
     if not isinstance(row, dict):
         raise BadRow(f"a row is {kind(row)}, not an object with named columns", "wanted one object a row")
-    row = Cells(in_our_names(row, names or {}))
+    row = Cells(in_our_names(row, names or {}), of_a_table=isinstance(row, TableRow))
     refuse_media(row)
     form = recognise(row, form_name)
     record = form.convert(row)
     if record.text is None:
         record = replace(record, tools=_tools(row))
+        row.leave_out(name for name in ("prompt", "tools") if name in row)  # these names are the record's own
     record = replace(record, **row.said())
     for part in (record.prompt, record.answer, record.rejected):
         for message in part or ():

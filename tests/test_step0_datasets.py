@@ -592,8 +592,15 @@ def test_an_entry_of_llama_factorys_registry_is_a_source(info, name, form, stage
 
 
 def test_entries_on_the_hub_become_hub_names(info):
-    sources, words = dataset_info.look_up(str(info), ["hub", "folder@0.5", "other/set"], ["text=x"])
-    assert sources == ["some/set:zh@test", "some/set:data/zh@0.5", "other/set"] and words == ["text=x"]
+    sources = dataset_info.look_up(str(info), ["hub", "folder@0.5", "other/set"], ["text=x"])
+    assert sources == ["some/set:zh@test", "some/set:data/zh@0.5", "other/set"]
+
+
+def test_entries_with_columns_of_their_own_stand_side_by_side(info, tmp_path, monkeypatch):
+    words = ["--dataset_info", info, "--dataset", "plain", "renamed@2", "--eval_fraction", 0]
+    assert run(monkeypatch, *words, "--output_dir", tmp_path / "data") == 0
+    wanted = [talk("Q", "A"), *[{"messages": [SYSTEM, user("Q\nx"), assistant("A")]}] * 2]
+    assert sorted(map(str, rows_of(tmp_path / "data", "sft"))) == sorted(map(str, wanted))
 
 
 @pytest.mark.parametrize(
@@ -604,7 +611,6 @@ def test_entries_on_the_hub_become_hub_names(info):
         (["script"], "script: its entry has no file_name and no hf_hub_url; download"),
         (["odd tags"], "odd tags: its entry has the tag user_tag 'wizard' (known: user, human, prompter); rename"),
         (["odd pictures"], "odd pictures: its entry has a column of images; only text"),
-        (["plain", "renamed"], "need different --columns (plain: none; renamed: instruction=问 output=答 system=sys)"),
     ],
 )
 def test_an_entry_that_cannot_be_followed_is_named(info, names, message, tmp_path, monkeypatch, capsys):

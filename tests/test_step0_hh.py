@@ -248,8 +248,8 @@ SET_ASIDE = {
     "ends with a question": (dialogue("a", "b", "c"), dialogue("a", "b", "d"), "chosen does not end with an assistant"),
     "only a question": (dialogue("a", "b"), dialogue("a"), "rejected does not end with an assistant turn"),
     "no question": (dialogue("", "b"), dialogue("", "c"), "the prompt is empty"),
-    "an empty turn": (dialogue("a", "", "c", "d"), dialogue("a", "", "c", "e"), "an empty answer stands before the last"),
-    "an empty question": (dialogue("a", "b", "", "d"), dialogue("a", "b", "", "e"), "an empty user turn stands before"),
+    "an empty turn": (dialogue("a", "", "c", "d"), dialogue("a", "", "c", "e"), "an empty answer stands"),
+    "an empty question": (dialogue("a", "b", "", "d"), dialogue("a", "b", "", "e"), "an empty user turn"),
     "nothing but an answer": ("\n\nAssistant: a", "\n\nAssistant: b", "the dialogue has no Human turn"),
 }  # fmt: skip
 
