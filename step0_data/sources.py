@@ -20,7 +20,7 @@ _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.j
 _PACKED = {".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
 _HUB_NAME = re.compile(r"^([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+(?:/[\w.-]+)*))?(?:@([\w.-]+))?$")
 _WEIGHT = re.compile(r"^(.+)@(\d+(?:\.\d*)?|\.\d+)$")
-_COLUMNS = re.compile(r"^(.+?):(\w+=.*)$", re.DOTALL)
+_COLUMNS = re.compile(r":(?=\w+=)")
 _PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"), "eval"),
@@ -83,11 +83,12 @@ def parts_of(source: str) -> tuple[str, float, dict[str, str] | None]:
         UserError: as `weight_of`, or words that are none of `--columns`.
     """
     name, weight = weight_of(source)
-    found = _COLUMNS.match(name)
-    if not found or path_of(name).exists():
+    cuts = [it.start() for it in _COLUMNS.finditer(name)]
+    if not cuts or path_of(name).exists():
         return name, weight, None
+    cut = next((cut for cut in cuts if path_of(name[:cut]).exists()), cuts[0])
     try:
-        return found[1], weight, mapping([pair_of_names(word) for word in found[2].split(",")])
+        return name[:cut], weight, mapping([pair_of_names(word) for word in name[cut + 1 :].split(",")])
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
 
