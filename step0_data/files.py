@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from common.data import rows_of
 from common.errors import UserError
 from step0_data.formats import BadRow
 
@@ -382,8 +383,8 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
         for start in range(0, batch.num_rows, _BATCH):
             part = batch.slice(start, _BATCH)
             try:
-                values = part.to_pylist()
-            except (ValueError, OverflowError):
+                values = rows_of(part)
+            except (ValueError, OverflowError, KeyError):  # the last is of a map with a name twice
                 for i in range(part.num_rows):
                     number += 1
                     yield Row(f"{place} row {number}", *_table_row(part.slice(i, 1)))
@@ -396,8 +397,10 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
 def _table_row(row) -> tuple[object, bytes | str | None]:
     """A row, or what is wrong with it and the cell (the row, where it is not known which cell)."""
     try:
-        return row.to_pylist()[0], None
+        return rows_of(row)[0], None
     except UnicodeDecodeError as error:
         return _undecodable(error.object), error.object
-    except (ValueError, OverflowError) as error:
+    except UserError:
+        raise
+    except (ValueError, OverflowError, KeyError) as error:
         return BadRow(f"a value that Python cannot hold ({error})", "mend it or drop its column"), str(row)
