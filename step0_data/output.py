@@ -147,9 +147,13 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
             lines.append(f"  {extra:>6} written again by the weight @{entry['weight']:g}")
         if entry["duplicates"]:
             lines.append(f"  {entry['duplicates']:>6} repeat an earlier row")
-        if entry["not_kept"]:
-            who = "only prompts keep" if any(it.startswith("prompts/") for it in entry["used"]) else "no step reads"
-            lines.append(f"  {who} the columns {_few(entry['not_kept'])}")
+        not_kept, unread = entry["not_kept"], entry["unread"]
+        if not any(it.startswith("prompts/") for it in entry["used"]):
+            not_kept, unread = [], [*not_kept, *unread]
+        if not_kept:
+            lines.append(f"  only prompts keep the columns {_few(not_kept)}")
+        if unread:
+            lines.append(f"  no step reads the columns {_few(unread)}")
         if entry["own_split"]:
             lines.append("  its own split is kept: train is train, and what it holds out is eval")
         if entry["left_out"]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from common import checkpoint
 from common.errors import UserError
 from step0_data import formats, sources
+from step0_data.columns import says
 
 SPLIT_STAGES = ("sft", "preference", "prompts")  # the stages that --split speaks of
 _REASON_CHARS, _REASONS = 200, 20  # of a reason, and of different reasons a source
@@ -68,12 +69,15 @@ class Account:
     first: dict[str, str] = field(default_factory=dict)  # reason: where it was met first
     duplicates: int = 0
     not_kept: dict[str, None] = field(default_factory=dict)  # further columns of rows of a stage that has none
+    unread: dict[str, None] = field(default_factory=dict)  # what no stage keeps
 
     def use(self, stage: str, part: str, record: formats.Record) -> None:
         self.used[f"{stage}/{part}"] += 1
         if stage != "prompts" and record.extra and len(self.not_kept) < _COLUMNS:
-            said = [name for name, value in record.extra.items() if value not in (None, "", [])]
-            self.not_kept.update(dict.fromkeys(name for name in said if name not in formats.ANSWER))
+            said = [name for name, value in record.extra.items() if says(value) and name not in record.read]
+            self.not_kept.update(dict.fromkeys(said))
+        if record.unread and len(self.unread) < _COLUMNS:
+            self.unread.update(dict.fromkeys(record.unread))
 
     def put_aside(self, reason: str, where: str) -> None:
         if reason not in self.set_aside and len(self.set_aside) >= _REASONS:
@@ -96,6 +100,7 @@ class Account:
             "rejected": self.rejected,
             "duplicates": self.duplicates,
             "not_kept": list(self.not_kept),
+            "unread": list(self.unread),
             "own_split": self.own_split,
             "left_out": self.left_out,
         }
@@ -304,16 +309,18 @@ _quote = json.encoder.encode_basestring  # as json.dumps writes a string
 
 
 def output_row(record: formats.Record, stage: str) -> dict:
-    """A record as a row of that stage's file."""
+    """A record as a row of that stage's file. Only SFT trains turns of the prompt, so only there they have weights."""
+    if stage == "pretrain":
+        return {"text": record.text}
+    tools = {} if record.tools is None else {"tools": record.tools}
     if stage == "sft":
-        return {"messages": record.prompt + record.answer}
+        return {"messages": record.prompt + record.answer, **tools}
+    prompt = [{"role": turn["role"], "content": turn["content"]} for turn in record.prompt]
     if stage == "preference":
-        row = {"prompt": record.prompt, "chosen": record.answer, "rejected": record.rejected}
+        row = {"prompt": prompt, "chosen": record.answer, "rejected": record.rejected, **tools}
         return row if record.margin is None else row | {"margin": record.margin}
-    if stage == "prompts":
-        extra = {name: value for name, value in record.extra.items() if name != "prompt"}
-        return {"prompt": record.prompt, **extra}
-    return {"text": record.text}
+    extra = {name: value for name, value in record.extra.items() if name not in ("prompt", *tools)}
+    return {"prompt": prompt, **tools, **extra}
 
 
 class Coin:
