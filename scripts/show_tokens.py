@@ -48,13 +48,11 @@ def readable(tokenizer, ids: list[int], mask: list[bool]) -> str:
 
 def main() -> None:
     args = parse_args()
-    import pyarrow.parquet as pq
-
     from common import chat_format, data, tokenizer
 
     text = tokenizer.prepare(args.model, args.max_length, "--max_length", args.chat_template, args.trust_remote_code)
-    batches = pq.ParquetFile(data.locate(args.data, args.stage).train).iter_batches(batch_size=args.rows)
-    rows = itertools.islice((row for batch in batches for row in batch.to_pylist()), args.rows)
+    batches = data.open_parquet(data.locate(args.data, args.stage).train).iter_batches(batch_size=args.rows)
+    rows = itertools.islice((row for batch in batches for row in data.rows_of(batch)), args.rows)
     end = chat_format.turn_end_id(text.tokenizer)
     print(f"{text.note}; answers end in {text.tokenizer.decode([end])!r}, id {end}")
     for number, row in enumerate(rows):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common import checkpoint
 from common.errors import UserError
+from common.metrics import printable
 from step0_data.spool import Spool
 
 FORMAT_VERSION = 1
@@ -162,7 +163,9 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
             lines.append("  its own split is kept: train is train, and what it holds out is eval")
         if entry["left_out"]:
             lines.append(f"  left out, being neither train nor test: {_few(entry['left_out'])}")
-    return "\n".join(lines)
+        if entry["not_data"]:
+            lines.append(f"  not read, being no data or describing them: {_few(entry['not_data'])}")
+    return "\n".join(map(printable, lines))  # names of columns and files may hold what a terminal obeys
 
 
 def _few(names: list[str]) -> str:

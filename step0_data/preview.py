@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common import chat_format
+from common.data import open_parquet, rows_of
 from step0_data import checks, output
 from step0_data.formats import STAGES
 
@@ -93,9 +94,8 @@ def load_tokenizer(model: str, chat_template: str | None):
 def _read(path: Path, tokenizer) -> tuple[checks.Tally, list[tuple[int, dict]]]:
     """What a file holds, and the rows to print: (row number from 0, row)."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path, pre_buffer=False)  # which would keep all that was read
+    file = open_parquet(path, pre_buffer=False)  # which would keep all that was read
     tally = checks.Tally(path.parent.name, path.stem, file.metadata.num_rows)
     others = random.Random(tally.name).sample(range(1, tally.rows), min(tally.rows, _SAMPLE) - 1)
     sample = [0, *others]
@@ -107,7 +107,7 @@ def _read(path: Path, tokenizer) -> tuple[checks.Tally, list[tuple[int, dict]]]:
             lengths.setdefault(name, []).append(characters)
         stop = start + len(batch)
         numbers = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, stop)]
-        rows = batch.take(pa.array(numbers - start)).to_pylist()
+        rows = rows_of(batch.take(pa.array(numbers - start)))
         for number, row in zip(numbers.tolist(), rows, strict=True):
             tally.add(row)
             if tokenizer is not None and number in tokenised:

@@ -61,7 +61,8 @@ class Account:
     files: list[dict] = field(default_factory=list)
     rows: int = 0
     own_split: bool = False  # its own train and test parts are train and eval
-    left_out: list[str] = field(default_factory=list)  # files or splits of it that were not read
+    left_out: list[str] = field(default_factory=list)  # files or splits of it that are neither train nor test
+    not_data: list[str] = field(default_factory=list)  # files in its folder that were not read
     forms: Counter = field(default_factory=Counter)
     used: Counter = field(default_factory=Counter)
     written: Counter = field(default_factory=Counter)  # the same, but each copy that the weight asks for
@@ -111,6 +112,7 @@ class Account:
             "with_weights": self.with_weights,
             "own_split": self.own_split,
             "left_out": self.left_out,
+            "not_data": self.not_data,
         }
 
 
@@ -169,7 +171,7 @@ def collect(
     for plan in plans:
         pieces, left_out = sources.pieces(plan)
         account = Account(plan.source, plan.weight, plan.stage, own_split=any(p.part for p in pieces))
-        account.left_out = left_out
+        account.left_out, account.not_data = left_out, list(plan.not_data)
         account.files = [{"file": f, "sha256": h, "rows": 0} for f, h in (inputs[plan.source] or {}).items()]
         accounts.append(account)
         files = account.files or [{} for _ in pieces]
@@ -204,15 +206,18 @@ def collect(
                 continue
             part = piece.part or rule.part(key)
             # Version 0: equal values are equal bytes, however their strings are shared in memory.
-            content = marshal.dumps([record.prompt, record.answer, record.rejected, record.text], 0)
+            said = [record.prompt, record.answer, record.rejected, record.margin, record.text, record.tools]
+            content = marshal.dumps([*said, extra], 0)
+            aside = record.set_aside
+            if record.rejected is not None and record.answer == record.rejected:
+                aside = aside or "chosen and rejected are the same"
             fingerprint = _digest(content)
-            is_duplicate = fingerprint in seen
-            seen.add(fingerprint)
+            is_duplicate = aside is None and fingerprint in seen
+            if aside is None:  # of a bad answer and a good one of the same words the good one is kept
+                seen.add(fingerprint)
             account.duplicates += is_duplicate
-            if record.set_aside:
-                account.put_aside(record.set_aside, row.where)
-            elif record.rejected is not None and record.answer == record.rejected:
-                account.put_aside("chosen and rejected are the same", row.where)
+            if aside:
+                account.put_aside(aside, row.where)
             elif is_duplicate and drop_duplicates:
                 account.put_aside("repeats an earlier row", row.where)
             elif stage is None:
@@ -226,7 +231,7 @@ def collect(
                     continue
                 account.use(stage, part, record)
                 for _ in range(copies if part == "train" else 1):
-                    write(stage, part, output_row(record, stage), len(content) + len(extra))
+                    write(stage, part, output_row(record, stage), len(content))
                     account.written[f"{stage}/{part}"] += 1
     if not any(account.used for account in accounts):
         reasons = Counter()
@@ -272,19 +277,20 @@ def _unwanted(form: formats.Form, stage: str | None) -> str:
 
 
 def _extra_text(record: formats.Record) -> str:
-    """The further columns of a prompt as text.
+    """The further columns of a prompt as text: the same for the same columns, in whatever order they stand.
 
     Raises:
         BadRow: they hold what is no text.
     """
-    if not record.extra:
-        return ""
-    level = [record.extra]
+    level, said = [record.extra], {name: value for name, value in record.extra.items() if value is not None}
     for _ in range(_DEPTH):
+        if any(isinstance(it, dict) and not all(isinstance(name, str) for name in it) for it in level):
+            way_out = "write the names as text, or take the column out"
+            raise formats.BadRow("a further column holds an object whose names are no text", way_out)
         level = [it for outer in level for it in _inside(outer) if isinstance(it, (dict, list))]
     if level:
         raise _too_deep()
-    text = json.dumps(record.extra, ensure_ascii=False, default=str)
+    text = json.dumps(said, ensure_ascii=False, default=str, sort_keys=True)
     if not text.isascii():
         try:
             text.encode()
