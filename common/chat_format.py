@@ -15,133 +15,18 @@ BOS comes from the template only (`add_special_tokens=False` everywhere): it can
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 
-import jinja2
+from common.chat_rendering import SENTINEL, RowError, ensure_template, marker_ids, probe, render, tokens_of
+from common.chat_templates import BUILTIN_TEMPLATES
 
-from common.chat_templates import BUILTIN_TEMPLATES, ending_in_eos, turn_end
-from common.errors import UserError
-
-_SENTINEL = "Sentinel42"
-_NO_EOS = (
-    "the tokenizer has no EOS token and its chat template prints none after an answer, so nothing could end a turn; "
-    "set eos_token in tokenizer_config.json"
-)
-
-
-class RowError(UserError):
-    """One conversation cannot be used; `reason` is the same for all rows with the same trouble, to be counted."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail = reason, detail
-
-
-# ---- the template and what it prints around an answer
-
-
-def ensure_template(tokenizer, name_or_file: str | None) -> str:
-    """Give the tokenizer a chat template if it has none; return, in words to print, which one is in force.
-
-    The tokenizer's own template wins over `name_or_file` (a key of BUILTIN_TEMPLATES or a jinja file): a
-    model that was trained with one format is not to be fed another by a default in a script.
-    """
-    known = ", ".join(BUILTIN_TEMPLATES)
-    if tokenizer.chat_template:
-        used = "the tokenizer's own chat template"
-        if name_or_file:
-            used += f" (--chat_template {name_or_file} not used: it is for tokenizers that have none)"
-    elif not name_or_file:
-        raise UserError(f"the tokenizer has no chat template; name one with --chat_template: {known}, or a jinja file")
-    elif name_or_file in BUILTIN_TEMPLATES:
-        template, end = BUILTIN_TEMPLATES[name_or_file], turn_end(name_or_file)
-        used = f"the built-in chat template {name_or_file}"
-        if end not in marker_ids(tokenizer):
-            if tokenizer.eos_token is None:
-                raise UserError(_NO_EOS)
-            if end:
-                # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
-                template = ending_in_eos(name_or_file)
-                used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no {end} token)"
-        tokenizer.chat_template = template
-    else:
-        path = Path(name_or_file)
-        if not path.is_file():
-            raise UserError(f"--chat_template {name_or_file}: neither a built-in ({known}) nor a file")
-        try:
-            tokenizer.chat_template = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"--chat_template {path}: not UTF-8 ({error.reason} at byte {error.start})") from error
-        used = f"the chat template in {path}"
-    header = _probe(tokenizer).header  # a template that cannot be rendered is found here, before any model is loaded
-    if header:
-        used += f" (it has no generation prompt: the model has to learn to write {header!r} itself)"
-    return used
-
-
-def marker_ids(tokenizer) -> dict[str, int]:
-    """Text -> id of the tokens that the tokenizer never splits and never makes from ordinary words."""
-    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-
-
-def _render(tokenizer, messages: list[dict], generation_prompt: bool = False) -> str:
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template; name one with --chat_template")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-    except Exception as error:  # whatever a template may raise: TemplateError, TypeError on missing content, ...
-        roles = " ".join(m["role"] for m in messages)
-        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        what = " ".join(str(error).split())
-        raise RowError("the chat template refuses the conversation", f"{line}{what} (roles: {roles})") from error
-
-
-def _tokens(tokenizer, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-
-@dataclass(frozen=True)
-class _Probe:
-    """What the template prints around an answer, found by rendering a known one."""
-
-    lead: str  # between the generation prompt and the answer's text: " " for "Assistant:" + " yes"
-    header: str  # the same, where it names the speaker: the template has no generation prompt
-    tail: str  # after the answer's text, at the end of a conversation
-    gap: str  # its part before the turn end: " " for "yes </s>"
-    end_id: int  # the turn end
-    end_text: str | None  # its text where the template prints it; None: we add it as an id
-
-
-def _probe(tokenizer) -> _Probe:
-    return _cached_probe(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token, len(tokenizer))
-
-
-@functools.lru_cache(maxsize=16)
-def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
-    # The underscored arguments are only there so that a changed tokenizer is probed again.
-    question = [{"role": "user", "content": "Hi"}]
-    prompt = _render(tokenizer, question, generation_prompt=True)
-    full = _render(tokenizer, question + [{"role": "assistant", "content": _SENTINEL}])
-    at = full.rfind(_SENTINEL)
-    if at < 0:
-        raise UserError("the chat template does not print the assistant's content; give another with --chat_template")
-    lead = full[len(prompt) : at] if full[:at].startswith(prompt) else ""
-    header = lead if lead.strip() and prompt == _render(tokenizer, question) else ""
-    tail = full[at + len(_SENTINEL) :]
-    for text, token_id in sorted(marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
-        if tail.lstrip().startswith(text) and token_id in _tokens(tokenizer, tail):
-            return _Probe(lead, header, tail, tail[: tail.index(text)], token_id, text)
-    if tokenizer.eos_token_id is None:
-        raise UserError(_NO_EOS)
-    return _Probe(lead, header, tail, "", tokenizer.eos_token_id, None)
+__all__ = ["BUILTIN_TEMPLATES", "RowError", "ensure_template", "marker_ids"]  # of other files, for users of this one
 
 
 def turn_end_id(tokenizer) -> int:
     """The token that ends an assistant turn: the one the template prints after the answer, else EOS."""
-    return _probe(tokenizer).end_id
+    return probe(tokenizer).end_id
 
 
 def stop_ids(tokenizer, generation_config_eos: int | list[int] | None = None) -> tuple[int, ...]:
@@ -174,20 +59,20 @@ class _Encoded:
 def _continuation(tokenizer, context: str, context_ids: list[int], text: str) -> list[int]:
     """Ids of `text` as it follows `context`, whose ids are already fixed."""
     if context:
-        whole = _tokens(tokenizer, context + text)
+        whole = tokens_of(tokenizer, context + text)
         if whole[: len(context_ids)] == context_ids:
             return whole[len(context_ids) :]
-    alone = _tokens(tokenizer, text)
+    alone = tokens_of(tokenizer, text)
     if _adds_prefix_space(tokenizer):
         # Some sentencepiece tokenizers put a space before any text they are given: hide it behind a newline.
-        anchor, whole = _tokens(tokenizer, "\n"), _tokens(tokenizer, "\n" + text)
+        anchor, whole = tokens_of(tokenizer, "\n"), tokens_of(tokenizer, "\n" + text)
         if whole[: len(anchor)] == anchor:
             return whole[len(anchor) :]
     return alone
 
 
 def _adds_prefix_space(tokenizer) -> bool:
-    first = tokenizer.convert_ids_to_tokens(_tokens(tokenizer, "a")[:1])
+    first = tokenizer.convert_ids_to_tokens(tokens_of(tokenizer, "a")[:1])
     return bool(first) and first[0][:1] in ("\u2581", "\u0120")
 
 
@@ -207,7 +92,7 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
     It may rewrite answers once they are history (drop reasoning, say). Then the actor sees the text as the template
     prints it, up to there.
     """
-    text = later = _render(tokenizer, messages, generation_prompt=True)
+    text = later = render(tokenizer, messages, generation_prompt=True)
     answers = []
     for i in reversed(range(len(messages))):
         if messages[i]["role"] == "assistant":
@@ -217,7 +102,7 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
                 break
             answers.append((messages[i]["content"], before, answer, full))
             later = before
-    ids = _tokens(tokenizer, later)
+    ids = tokens_of(tokenizer, later)
     encoded = _Encoded(later, ids, [False] * len(ids))
     for content, before, answer, full in reversed(answers):
         prompt = _followed(tokenizer, encoded, before)
@@ -230,7 +115,7 @@ def _encode_prompt(tokenizer, messages) -> _Encoded:
 def _render_prompt(tokenizer, messages) -> str:
     if not messages:
         raise RowError("the conversation starts with the assistant: there is no prompt")
-    return _render(tokenizer, messages, generation_prompt=True)
+    return render(tokenizer, messages, generation_prompt=True)
 
 
 def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
@@ -240,35 +125,35 @@ def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
 
 def _find_answer(tokenizer, messages, prompt: str) -> tuple[str, str]:
     """What the template prints of the last message after the prompt, up to its turn end; and all that it prints."""
-    probe = _probe(tokenizer)
-    full = _render(tokenizer, messages)
+    printed = probe(tokenizer)
+    full = render(tokenizer, messages)
     if full.startswith(prompt):
         answer = full[len(prompt) :]
     else:
         # The generation prompt holds text that a finished turn does not ("<think>\n"): the answer goes after it.
-        marked = _render(tokenizer, messages[:-1] + [{"role": "assistant", "content": _SENTINEL}])
-        start = marked.rfind(_SENTINEL)
+        marked = render(tokenizer, messages[:-1] + [{"role": "assistant", "content": SENTINEL}])
+        start = marked.rfind(SENTINEL)
         if marked[:start] != full[:start]:
             raise RowError("the chat template moves the answer about, so its start cannot be found")
         answer = full[start:]
-    if probe.end_text and probe.end_text in answer:
-        answer = answer[: answer.rfind(probe.end_text) + len(probe.end_text)]
-    elif probe.tail and answer.endswith(probe.tail):
-        answer = answer[: -len(probe.tail)]
+    if printed.end_text and printed.end_text in answer:
+        answer = answer[: answer.rfind(printed.end_text) + len(printed.end_text)]
+    elif printed.tail and answer.endswith(printed.tail):
+        answer = answer[: -len(printed.tail)]
     return answer, full
 
 
 def _answered(tokenizer, prompt: _Encoded, content: str, answer: str, full: str) -> _Encoded:
     """A prompt and the answer found for it, up to and including its turn end."""
-    probe = _probe(tokenizer)
+    printed = probe(tokenizer)
     encoded = prompt.extended(tokenizer, answer, trained=True)
-    if encoded.ids[len(prompt.ids) :][-1:] != [probe.end_id]:
-        encoded.ids.append(probe.end_id)
+    if encoded.ids[len(prompt.ids) :][-1:] != [printed.end_id]:
+        encoded.ids.append(printed.end_id)
         encoded.mask.append(True)
         encoded.text_start, encoded.ids_start = len(encoded.text), len(encoded.ids)
-    elif probe.end_text and answer.endswith(probe.end_text):
-        encoded.text_start, encoded.ids_start = len(encoded.text) - len(probe.end_text), len(encoded.ids) - 1
-    early = [i for i in encoded.ids[len(prompt.ids) : -1] if i in (probe.end_id, tokenizer.eos_token_id)]
+    elif printed.end_text and answer.endswith(printed.end_text):
+        encoded.text_start, encoded.ids_start = len(encoded.text) - len(printed.end_text), len(encoded.ids) - 1
+    early = [i for i in encoded.ids[len(prompt.ids) : -1] if i in (printed.end_id, tokenizer.eos_token_id)]
     if early:
         shown = tokenizer.convert_ids_to_tokens(early)[0]
         encoded.trouble = (f"an answer holds the text of the stop token {shown}", repr(content[:80]))
@@ -375,26 +260,28 @@ def trained_spans(tokenizer, messages: list[dict]) -> list[tuple[str, bool]]:
 
 def rewrites_history(tokenizer) -> bool:
     """Whether the template prints an answer differently once another turn follows (then only last answers train)."""
-    answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _SENTINEL}]
+    answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SENTINEL}]
     past = _encode_answered(tokenizer, answered)
-    later = _render(tokenizer, answered + [{"role": "user", "content": "Why?"}], generation_prompt=True)
+    later = render(tokenizer, answered + [{"role": "user", "content": "Why?"}], generation_prompt=True)
     return not later.startswith(past.text)
 
 
 def decode_answer(tokenizer, ids: list[int]) -> str:
     """The text of a sampled response: without its turn end and what the template puts between that and the answer."""
-    probe = _probe(tokenizer)
+    printed = probe(tokenizer)
     ids = list(ids)
-    ended = probe.end_id in ids
+    ended = printed.end_id in ids
     if ended:
-        ids = ids[: ids.index(probe.end_id)]
+        ids = ids[: ids.index(printed.end_id)]
 
     def text_of(ids):
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    lead = text_of(_tokens(tokenizer, probe.lead)) if probe.header else probe.lead  # a header may hold special tokens
+    lead = (
+        text_of(tokens_of(tokenizer, printed.lead)) if printed.header else printed.lead
+    )  # a header may hold special tokens
     text = text_of(ids).removeprefix(lead)
-    return text.removesuffix(probe.gap) if ended else text
+    return text.removesuffix(printed.gap) if ended else text
 
 
 # ---- cutting
