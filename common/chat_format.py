@@ -209,7 +209,7 @@ def _find_answer(tokenizer, messages, tools) -> _Answer:
 
 
 def _start_otherwise(tokenizer, messages, tools, prompt: str, full: str) -> tuple[int, int]:
-    """Where the last answer begins in `full`, which does not go on from the generation prompt; and where its turn does."""
+    """Where the last answer and its turn begin in `full`, which does not go on from the generation prompt."""
     turns = render(tokenizer, messages[:-1], False, tools)
     shared = os.path.commonprefix([prompt, full])
     if shared.startswith(turns):  # they part within what opens the answer ("<think>\n\n</think>" for "<think>\nhm")

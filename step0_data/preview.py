@@ -208,7 +208,7 @@ def _through_template(stage: str, row: dict, tokenizer) -> Pieces:
     tools = chat_format.tools_of(row)
     if stage == "sft":
         return chat_format.trained_spans(tokenizer, row["messages"], tools)
-    extra = {name: value for name, value in row.items() if name not in (*_CONVERSATIONS[stage], "tools")}
+    extra = {name: value for name, value in row.items() if name not in _CONVERSATIONS[stage]}
     after = [(f"\n[{name}] {value}", False) for name, value in extra.items()]
     if stage == "prompts":
         ids = chat_format.encode_prompt(tokenizer, row["prompt"], tools)
