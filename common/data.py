@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ COLUMNS = {
     "prompts": ("prompt",),
     "pretrain": ("text",),
 }
+JSON_TEXT = {"encoding": "json"}  # metadata of a column whose cells are JSON: no type of parquet holds its values
 _PREPARE = "python step0_data/prepare.py --dataset {} --output_dir data"
 _HUB_NAME = re.compile(r"^\w[\w.-]*/[\w.-]*[\w-](:[\w./-]+)?(@[\w.-]+)?$")  # what looks like owner/name, for a hint
 
@@ -133,7 +135,8 @@ def _nothing_for(path: Path, stage: str) -> str:
 
 def _check_columns(file: Path, stage: str) -> None:
     try:
-        columns = pq.read_schema(file).names
+        with open_parquet(file) as found:
+            columns = found.schema_arrow.names
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(
             f"{file} is not a readable parquet file ({str(error).splitlines()[0][:100]}); "
@@ -173,6 +176,30 @@ def _fingerprint(manifest: dict | None, root: Path, actual: dict[Path, str]) -> 
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest(), tuple(notes)
 
 
+def open_parquet(file: str | Path, **options) -> pq.ParquetFile:
+    """A parquet file by its whole path: pyarrow takes the relative `out:1/train.parquet` for an address."""
+    return pq.ParquetFile(Path(file).absolute(), **options)
+
+
 def read_rows(parquet: str | Path) -> list[dict]:
     """All rows of a file, as plain dicts."""
-    return pq.read_table(parquet).to_pylist()
+    with open_parquet(parquet) as file:
+        return rows_of(file.read())
+
+
+def rows_of(table: pa.Table | pa.RecordBatch) -> list[dict]:
+    """Rows of arrow as plain dicts, the one way from prepared files to Python: values are what the source had."""
+    return decoded(table.to_pylist(maps_as_pydicts="strict"), table.schema)
+
+
+def decoded(rows: list[dict], fields: Iterable[pa.Field]) -> list[dict]:
+    """The same rows, with the columns that are kept as JSON text decoded."""
+    for name in [it.name for it in fields if (it.metadata or {}).get(b"encoding") == b"json"]:
+        for row in rows:
+            try:
+                row[name] = None if row[name] is None else json.loads(row[name])
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UserError(
+                    f"column {name!r}: said to be JSON text and is not ({error}); prepare it again"
+                ) from error
+    return rows

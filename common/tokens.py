@@ -27,12 +27,11 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from common import chat_format
 from common.checkpoint import atomic_write_text, fsync, hash_file, hash_tree
 from common.cli import is_main_process
-from common.data import DataFiles, read_rows
+from common.data import DataFiles, decoded, open_parquet, read_rows, rows_of
 from common.errors import RunFailed, UserError
 from common.examples import (
     PairExample,
@@ -78,7 +77,11 @@ class Examples(Sequence):
         if not 0 <= row < self.size:
             raise IndexError(row)
         number = bisect.bisect_right(self.starts, row) - 1
-        return self.make(**self.batches[number].slice(row - self.starts[number], 1).to_pylist()[0])
+        batch = self.batches[number]
+        example = batch.slice(row - self.starts[number], 1).to_pylist(maps_as_pydicts="strict")[0]
+        if "row" in example:
+            decoded([example["row"]], batch.schema.field("row").type)
+        return self.make(**example)
 
 
 def load(kind: str, tokenizer, files: DataFiles, file: Path, limit: int, cache: Cache) -> tuple[Sequence, Report]:
@@ -95,7 +98,7 @@ def load(kind: str, tokenizer, files: DataFiles, file: Path, limit: int, cache: 
     """
     from common import distributed
 
-    many = pq.read_metadata(file).num_rows >= MANY_ROWS
+    many = _rows(file) >= MANY_ROWS
     if cache.tokens_cache == "off" or (cache.tokens_cache == "auto" and not many):
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         examples, report = in_memory(kind, tokenizer, file, limit, _processes(many, ranks_here))
@@ -116,7 +119,7 @@ def load(kind: str, tokenizer, files: DataFiles, file: Path, limit: int, cache: 
 
 def in_memory(kind: str, tokenizer, file: Path, limit: int, processes: int) -> tuple[Sequence, Report]:
     """Tokens of a file that nothing is kept of."""
-    if processes == 1 and pq.read_metadata(file).num_rows < MANY_ROWS:
+    if processes == 1 and _rows(file) < MANY_ROWS:
         return _TOKENISE[kind](tokenizer, read_rows(file), limit)
     report = Report("")
     batches = list(_tokenised(kind, tokenizer, file, limit, processes, report))
@@ -243,6 +246,11 @@ def _open(kind: str, path: Path) -> tuple[Examples, Report]:
 # ---- tokenising, in this process or in several
 
 
+def _rows(file: Path) -> int:
+    with open_parquet(file) as found:
+        return found.metadata.num_rows
+
+
 def _processes(many: bool, ranks_here: int = 1) -> int:
     return max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // ranks_here)) if many else 1
 
@@ -258,7 +266,7 @@ def _tokenised(
     if processes == 1:
         done = (_chunk(tokenizer, *job) for job in jobs)
     else:
-        _say(f"tokens: {pq.read_metadata(file).num_rows:,} rows of {file}, by {processes} processes")
+        _say(f"tokens: {_rows(file):,} rows of {file}, by {processes} processes")
         done = _in_processes(tokenizer, jobs, processes)
     for batch, part in done:
         report.add(part)
@@ -269,21 +277,37 @@ def _tokenised(
 def _jobs(kind: str, file: Path, limit: int) -> Iterator[tuple[str, pa.RecordBatch, int, int]]:
     first_row = 0
     # Buffered: otherwise a whole row group, which is up to a million rows, is read into memory first.
-    for rows in pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False).iter_batches(batch_size=_CHUNK):
+    for rows in open_parquet(file, buffer_size=2**20, pre_buffer=False).iter_batches(batch_size=_CHUNK):
         yield kind, rows, limit, first_row
         first_row += len(rows)
 
 
 def _chunk(tokenizer, kind: str, rows: pa.RecordBatch, limit: int, first_row: int) -> tuple[pa.RecordBatch, Report]:
-    examples, report = _TOKENISE[kind](tokenizer, rows.to_pylist(), limit, first_row)
+    if kind == "prompts":
+        return _prompts_chunk(tokenizer, rows, limit, first_row)
+    examples, report = _TOKENISE[kind](tokenizer, rows_of(rows), limit, first_row)
     ids = pa.list_(pa.int32())
     columns = {
         "sft": {"ids": ids, "mask": pa.list_(pa.bool_())},
         "preference": {"prompt": ids, "chosen": ids, "rejected": ids, "margin": pa.float64()},
-        "prompts": {"ids": ids, "row": pa.struct(rows.schema)},
     }[kind]
     arrays = [pa.array([getattr(e, name) for e in examples], type_) for name, type_ in columns.items()]
     return pa.RecordBatch.from_arrays(arrays, list(columns)), report
+
+
+def _prompts_chunk(tokenizer, rows: pa.RecordBatch, limit: int, first_row: int) -> tuple[pa.RecordBatch, Report]:
+    """The columns for reward functions go into the cache as arrow has them: not every type comes back from Python."""
+    examples, kept, report = [], [], tokenise_prompts(tokenizer, [], limit)[1]
+    for number, row in enumerate(rows_of(rows)):
+        found, of_row = tokenise_prompts(tokenizer, [row], limit, first_row + number)
+        report.add(of_row)
+        examples += found
+        kept += [number] * len(found)
+    columns = dict(zip(rows.schema.names, rows.take(pa.array(kept, pa.int64())).columns, strict=True))
+    columns["prompt"] = pa.array([e.row["prompt"] for e in examples], columns["prompt"].type)  # without dropped turns
+    row = pa.StructArray.from_arrays(list(columns.values()), fields=list(rows.schema))
+    ids = pa.array([e.ids for e in examples], pa.list_(pa.int32()))
+    return pa.RecordBatch.from_arrays([ids, row], ["ids", "row"]), report
 
 
 def _in_processes(tokenizer, jobs: Iterator[tuple], processes: int) -> Iterator[tuple[pa.RecordBatch, Report]]:

@@ -48,13 +48,11 @@ def readable(tokenizer, ids: list[int], mask: list[bool]) -> str:
 
 def main() -> None:
     args = parse_args()
-    import pyarrow.parquet as pq
-
     from common import chat_format, data, tokenizer
 
     text = tokenizer.prepare(args.model, args.max_length, "--max_length", args.chat_template, args.trust_remote_code)
-    batches = pq.ParquetFile(data.locate(args.data, args.stage).train).iter_batches(batch_size=args.rows)
-    rows = itertools.islice((row for batch in batches for row in batch.to_pylist()), args.rows)
+    batches = data.open_parquet(data.locate(args.data, args.stage).train).iter_batches(batch_size=args.rows)
+    rows = itertools.islice((row for batch in batches for row in data.rows_of(batch)), args.rows)
     end = chat_format.turn_end_id(text.tokenizer)
     print(f"{text.note}; answers end in {text.tokenizer.decode([end])!r}, id {end}")
     for number, row in enumerate(rows):
@@ -71,20 +69,21 @@ def main() -> None:
 
 def sequences(chat_format, tokenizer, stage: str, row: dict, max_length: int):
     """(name, ids, mask) of what a stage makes of a row. A reward model is trained on an answer as a whole."""
+    tools = chat_format.tools_of(row)
     if stage == "sft":
-        ids, mask, _ = chat_format.fit_conversation(tokenizer, row["messages"], max_length)
+        ids, mask, _ = chat_format.fit_conversation(tokenizer, row["messages"], max_length, tools)
         if True not in mask[:max_length]:
             raise chat_format.RowError(f"no answer begins within --max_length {max_length}")
         yield "conversation", ids, mask
         return
-    fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_length - (stage == "preference"))
+    fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_length - (stage == "preference"), tools)
     if fitted is None:
         raise chat_format.RowError(f"its prompt is over --max_length {max_length}, even without older turns")
     ids, messages = fitted
     if stage == "prompts":
         yield "prompt", ids, [False] * len(ids)
         return
-    ids, *answers = chat_format.encode_pair(tokenizer, messages, row["chosen"], row["rejected"])
+    ids, *answers = chat_format.encode_pair(tokenizer, messages, row["chosen"], row["rejected"], tools)
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         yield name, ids + answer, [False] * len(ids) + [True] * len(answer)
 

@@ -3,13 +3,15 @@
 import functools
 import math
 
-from step0_data.turns import BadRow
+from step0_data.turns import KEYS, BadRow, as_list
 
 QUESTION = ("question", "query", "problem")
-ANSWER = ("answer", "response", "completion", "output", "targets", "solution")
+ANSWER = ("solution", "response", "completion", "output", "answer", "targets")  # the worked one before the short one
 COMPLETION = ("completion", "response", "output")  # beside a `prompt`; `answer` and `solution` there are references
-LABEL = ("label", "kto_tag")
-ALPACA = ("instruction", "input", "output", "system", "history")
+LABEL = ("kto_tag", "label")
+ALPACA = ("instruction", "input", "context", "output", "system", "history")
+TOOLS = ("tools", "functions")  # definitions: today's name and OpenAI's first one
+LOSS_MASK = "loss_mask"  # beside messages: 0 or 1 for each
 REJECTED = ("rejected", "rejected_response")
 LISTS = ("completions", "responses", "answers", "generations", "candidates")
 SCORES = ("scores", "ratings", "rewards", "ranks")
@@ -18,10 +20,12 @@ SCORES = ("scores", "ratings", "rewards", "ranks")
 WORDS = tuple(
     dict.fromkeys(
         ("prompt", "chosen", *REJECTED, "margin", "completion", *LABEL, "messages", "conversations", *ALPACA, *QUESTION)
-        + (*ANSWER, "ground_truth", *LISTS, *SCORES, "text")
+        + (*ANSWER, "ground_truth", *LISTS, *SCORES, "score_chosen", "score_rejected", *TOOLS, LOSS_MASK, "text")
     )
 )
 _ALSO = {"system_prompt": "system"}  # OpenOrca's name
+_ONLY_LISTS = ("history", "human_answers", LOSS_MASK, *LISTS, *SCORES)
+_OF_OBJECTS = ("prompt", "chosen", *REJECTED, "completion", "messages", "conversations", *TOOLS)
 _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 
 # Columns whose emptiness means "this row is of another form"; an empty `chosen` or `output` is a bad row instead.
@@ -40,14 +44,69 @@ _SPARSE = {
 
 
 def has(row: dict, *columns: str) -> str | None:
-    """The first of the columns that is there and says something; exporters pad rows with nulls and empty strings."""
-    for column in columns:
-        value = row.get(column)
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            continue
-        if not (column in _SPARSE and value in ("", [])):
-            return column
-    return None
+    """The first of the columns that says something, else the first that is empty and should not be.
+
+    Exporters pad rows with nulls and empty strings.
+    """
+    there = [column for column in columns if not _is_null(row.get(column))]
+    full = next((column for column in there if row[column] not in ("", [])), None)
+    return full or next((column for column in there if column not in _SPARSE), None)
+
+
+def _is_null(value) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def says(value) -> bool:
+    return not _is_null(value) and value not in ("", [], {})
+
+
+class TableRow(dict):
+    """A row of parquet or arrow, where an object has the names that objects of other rows have, filled with null."""
+
+
+def _unfilled(value):
+    """Without the names that say nothing."""
+    if isinstance(value, dict):
+        return {name: _unfilled(it) for name, it in value.items() if it is not None}
+    return [_unfilled(it) for it in value] if isinstance(value, list) else value
+
+
+class Cells(dict):
+    """One row that remembers what was read of it, so that the ledger can name the rest."""
+
+    def __init__(self, row: dict, of_a_table: bool = False):
+        # Lists that stand in cells as JSON text, where a column can be nothing but a list.
+        read = {name: found for name in _ONLY_LISTS if isinstance(found := as_list(row.get(name)), list)}
+        if of_a_table:
+            read |= {name: _unfilled(row[name]) for name in _OF_OBJECTS if name in row}
+        super().__init__(row | read)
+        self._source, self.taken, self._read, self._left = row, set(), set(), {}
+
+    def take(self, column: str, *more: str):
+        """A cell that the record holds from now on; `more` go with it."""
+        self.taken.update((column, *more))
+        return self.get(column)
+
+    def read(self, column: str):
+        """A cell that the record holds, and that stays a further column of prompts too."""
+        self._read.add(column)
+        return self.get(column)
+
+    def leave_out(self, names) -> None:
+        """What nothing keeps: columns of one of several answers, say."""
+        self._left |= dict.fromkeys(names)
+
+    def said(self) -> dict:
+        """What the record of this row says of its columns: `extra`, `read`, `unread`."""
+        extra = {name: it for name, it in self._source.items() if name not in self.taken and name not in self._left}
+        for column in self.taken & self.keys():
+            cell = as_list(self[column])
+            for item in cell if isinstance(cell, list) else ():
+                if isinstance(item, dict) and ("role" in item or "from" in item):
+                    self.leave_out(f"{column}.{key}" for key, it in item.items() if key not in KEYS and says(it))
+        unread = tuple(str(name) for name in self._left if name not in self.taken and says(self.get(name, True)))
+        return {"extra": extra, "read": frozenset(self._read), "unread": unread}
 
 
 def rest(row: dict, used: set[str]) -> dict:

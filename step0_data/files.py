@@ -11,23 +11,21 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from common.data import rows_of
 from common.errors import UserError
-from step0_data.formats import BadRow
+from step0_data import shapes
+from step0_data.columns import TableRow
+from step0_data.turns import JSON, BadRow, Twice
+from step0_data.turns import kind as kind_of
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".arrow")
 _BATCH = 1000  # rows of a table that are Python objects at a time
 _CHUNK = 1 << 20  # bytes of a JSON list that are looked at together
 _BLANK = re.compile(r"[ \t\r\n]*")
-_NOT_TEXT = {
-    b"\xff\xfe": "is UTF-16, wanted UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
-    b"\xfe\xff": "is UTF-16, wanted UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW",
-    b"\x1f\x8b": "is packed by gzip, which its name does not say; end the name in .gz",
-    b"PK": "is a zip archive; unpack it",
-}
 
 
 class Row(NamedTuple):
@@ -37,7 +35,11 @@ class Row(NamedTuple):
 
 
 def suffix(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+    return (path.with_suffix("") if is_gzip(path) else path).suffix.lower()
+
+
+def is_gzip(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def read_file(path: Path) -> Iterator[Row]:
@@ -48,21 +50,15 @@ def read_file(path: Path) -> Iterator[Row]:
     """
     kind = suffix(path)
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        with gzip.open(path) if is_gzip(path) else open(path, "rb") as file:
+            shapes.check_beginning(path, file.read(4096), kind)
+            file.seek(0)
             if kind in (".parquet", ".arrow"):
                 yield from (_parquet if kind == ".parquet" else _arrow)(path, file)
-                return
-            head = file.read(4096)
-            for start, trouble in _NOT_TEXT.items():
-                if head.startswith(start):
-                    raise UserError(f"{path}: {trouble}")
-            file.seek(0)
-            if kind == ".json":
-                yield from _json(path, file, head)
             elif kind in (".csv", ".tsv"):
                 yield from _csv(path, file, "\t" if kind == ".tsv" else ",")
             else:
-                yield from _lines(path, file)
+                yield from _json(path, file, kind == ".json")
     except EOFError as error:
         raise UserError(f"{path}: the gzip file ends early, it was cut off; get the whole file") from error
     except (OSError, zlib.error) as error:
@@ -81,30 +77,24 @@ def _undecodable(data: bytes) -> BadRow:
 # JSON ----------------------------------------------------------------------------------------------------------------
 
 
-class _Twice(ValueError):
-    pass
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    """An object whose names differ: json would keep the last value of a name, and say nothing."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Twice(next(name for name in found if names.count(name) > 1))
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-
-
 def _lines(path: Path, file: Iterable[bytes]) -> Iterator[Row]:
-    """One JSON value a line. Lines end at line feeds only: U+2028 and its kin are legal inside a JSON string."""
-    place, decode = f"{path} line ", _DECODER.decode
-    for number, line in enumerate(file, 1):
+    """One JSON value a line. Lines end at line feeds, or at lone carriage returns, as on old Macs.
+
+    No JSON string can hold these as they are, unlike U+2028 and its kin.
+    """
+    place, decode, number = f"{path} line ", JSON.decode, 0
+    for line in file:
+        number += 1
         try:
             yield Row(place + str(number), decode(line.decode()))
         except (ValueError, RecursionError) as error:
-            yield from _odd_line(place + str(number), line, error)
+            if getattr(error, "msg", "") != "Extra data" or not error.doc[: error.pos].rstrip(" \t").endswith("\r"):
+                yield from _odd_line(place + str(number), line, error)
+                continue
+            pieces = line.split(b"\r")
+            for i, piece in enumerate(pieces):
+                yield from _lines_again(place + str(number + i), piece)
+            number += len(pieces) - 1 - (not pieces[-1].strip())  # of CR LF at the end
 
 
 def _odd_line(where: str, line: bytes, error: Exception) -> Iterator[Row]:
@@ -121,7 +111,7 @@ def _odd_line(where: str, line: bytes, error: Exception) -> Iterator[Row]:
         return
     if "\0" in text:
         bad = BadRow("holds NUL bytes", "remove them or the line; files end so when the machine goes down")
-    elif isinstance(error, _Twice):
+    elif isinstance(error, Twice):
         bad = BadRow("a name stands twice in one object", f"keep one {str(error)!r}")
     elif isinstance(error, RecursionError):
         bad = BadRow("broken JSON (nested too deeply)", "make it flatter")
@@ -142,52 +132,87 @@ def _lines_again(where: str, line: bytes) -> Iterator[Row]:
     return (row._replace(where=where) for row in _lines(Path(where), [line]))
 
 
-def _json(path: Path, file: BinaryIO, head: bytes) -> Iterator[Row]:
-    """A list of rows; {"data": [...]} around one; a single object; or JSON lines, as many tools call .json."""
-    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    if start.startswith(b"["):
-        yield from _list(path, file)
-        return
-    first = file.readline()
+def _json(path: Path, file: BinaryIO, is_json: bool) -> Iterator[Row]:
+    """JSON lines; a list of rows; rows one after another, over several lines each; or one object, or rows inside one.
+
+    Args:
+        is_json: the name ends in .json: lines are only one of these, and what is broken is no line.
+    """
+    offset, line = 0, file.readline(_CHUNK)
+    while line.endswith(b"\n") and not line.removeprefix(codecs.BOM_UTF8).strip():
+        offset, line = file.tell(), file.readline(_CHUNK)
+    line = line.removeprefix(codecs.BOM_UTF8).strip()
+    file.seek(offset)
+    head = file.read(_CHUNK).decode("utf-8-sig", "replace").lstrip()
+    if line.startswith(b"["):
+        reads = _values if is_json or line == b"[" or _begins_with_a_row(head) else _lines
+    elif line.startswith(b"{"):
+        reads = _how_to_read_objects(path, file, head, is_json or line == b"{")
+    else:
+        reads = _one_value if is_json else _lines
     file.seek(0)
+    yield from reads(path, file)
+
+
+_PLAIN = json.JSONDecoder()
+
+
+def _begins_with_a_row(head: str) -> bool:
+    """A list, where lines are wanted: one list of rows, and neither a list on each line nor a broken line."""
     try:
-        is_lines = _rows_inside(json.loads(first.decode("utf-8-sig"))) is None
+        first, _ = _PLAIN.raw_decode(head, _BLANK.match(head, 1).end())
     except (ValueError, RecursionError):
-        is_lines = False
-    if is_lines and start.startswith(b"{"):
-        yield from _lines(path, file)
-        return
+        return False
+    return isinstance(first, dict) and not shapes.is_message(first)
+
+
+def _how_to_read_objects(path: Path, file: BinaryIO, head: str, is_whole: bool) -> Callable:
+    """What reads a file that begins with an object, by where the first one ends and what follows.
+
+    Args:
+        head: the beginning of the file, which has been read up to there. is_whole: if the first is broken, all is.
+    """
+    try:
+        first, end = _PLAIN.raw_decode(head)
+    except (ValueError, RecursionError):
+        return _one_value if is_whole else _lines
+    after = head[end:].strip()
+    if not after:
+        after = next((part for part in iter(lambda: file.read(_CHUNK), b"") if part.strip()), b"").decode(
+            errors="replace"
+        )
+    if "\n" in head[:end] or "\r" in head[:end]:
+        return _values if after.lstrip().startswith("{") else _one_value
+    return _lines if after or shapes.rows_in(path, first) is None else _one_value
+
+
+def _one_value(path: Path, file: BinaryIO) -> Iterator[Row]:
+    """An object that is a row, or holds all rows."""
     content = file.read()
     if not content.removeprefix(codecs.BOM_UTF8).strip():
         raise UserError(f"{path}: is empty, wanted a list of rows")
     try:
-        data = _DECODER.decode(content.decode("utf-8-sig"))
+        data = JSON.decode(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path} line {line}: {_undecodable(content)}") from error
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and start.startswith(b"{"):
+        if error.msg == "Extra data" and "\n" not in error.doc[: error.pos].strip():
             yield from _lines(path, io.BytesIO(content))
             return
         why = _ENDS if error.pos >= len(error.doc.rstrip()) else error.msg
         where = f"{path} line {error.lineno} column {error.colno}"
         raise UserError(f"{where}: broken JSON ({why}); mend the file there") from error
-    except _Twice as error:
+    except Twice as error:
         raise UserError(f"{path}: {str(error)!r} stands twice in one object; keep one") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: broken JSON ({error})") from error
+        why = "nested too deeply" if isinstance(error, RecursionError) else "a number of thousands of digits"
+        raise UserError(f"{path}: broken JSON ({why}); mend the file") from error
     if not isinstance(data, dict):
-        raise UserError(f"{path}: holds one {type(data).__name__}, wanted a list of rows")
-    rows = _rows_inside(data)
+        raise UserError(f"{path}: holds {kind_of(data)}, wanted a list of rows")
+    rows = shapes.rows_in(path, data)
     for number, value in enumerate([data] if rows is None else rows, 1):
         yield Row(f"{path} row {number}", value)
-
-
-def _rows_inside(data) -> list[dict] | None:
-    """The rows of {"data": [...]}; any other object is one row."""
-    (name, rows), *others = data.items() if isinstance(data, dict) and data else [("", None)]
-    is_wrapper = not others and name in ("data", "rows", "train", "examples") and isinstance(rows, list)
-    return rows if is_wrapper and all(isinstance(row, dict) for row in rows) else None
 
 
 class _Window:
@@ -227,39 +252,39 @@ class _Window:
         self.sign()
         while True:
             try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
+                value, end = JSON.raw_decode(self.text, self.at)
                 # What looks like a number may go on in the next chunk: 1 of 12, 1.5, 1e3.
                 if self.is_whole or (end < len(self.text) and self.text[end] not in "0123456789.eE+-"):
                     begin, self.at = self.at, end
                     return value, self.text[begin:end]
             except ValueError as error:
-                if self.is_whole or isinstance(error, _Twice):
+                if self.is_whole or isinstance(error, Twice):
                     raise
             self.grow()
 
 
-def _list(path: Path, file: BinaryIO) -> Iterator[Row]:
-    """The values of one JSON list, as they come."""
+def _values(path: Path, file: BinaryIO) -> Iterator[Row]:
+    """The values of one JSON list, or values one after another, as they come."""
     window, number = _Window(file), 0
-    window.sign()
-    window.at += 1  # the bracket
-    while (sign := window.sign()) != "]":
-        if number and sign != ",":
+    is_list = window.sign() == "["
+    window.at += is_list
+    while (sign := window.sign()) != ("]" if is_list else ""):
+        if is_list and number and sign != ",":
             raise _broken(path, window, window.at, "Expecting ',' delimiter")
-        window.at += bool(number)
+        window.at += is_list and number > 0
         number += 1
         try:
             value, text = window.value()
         except json.JSONDecodeError as error:
             raise _broken(path, window, error.pos, error.msg) from error
-        except _Twice as error:
+        except Twice as error:
             raise UserError(f"{path} row {number}: {str(error)!r} stands twice in one object; keep one") from error
         except (ValueError, RecursionError) as error:
             why = "nested too deeply" if isinstance(error, RecursionError) else "a number of thousands of digits"
             raise UserError(f"{path} row {number}: broken JSON ({why}); mend or remove the row") from error
         raw = None if window.is_clean or is_unicode(text) else text.encode("utf-8", "surrogateescape")
         yield Row(f"{path} row {number}", _undecodable(raw) if raw else value, raw)
-    window.at += 1
+    window.at += is_list
     if window.sign():
         raise _broken(path, window, window.at, "Extra data")
 
@@ -269,7 +294,7 @@ _ENDS = "the file ends too early, it was cut off"
 
 def _broken(path: Path, window: _Window, at: int, why: str) -> UserError:
     line, column = window.place(at)
-    if not window.text.rstrip().endswith("]"):
+    if not window.text.rstrip().endswith(("]", "}")) or at >= len(window.text.rstrip()):
         why = _ENDS
     return UserError(f"{path} line {line} column {column}: broken JSON ({why}); mend the file there")
 
@@ -313,25 +338,33 @@ def _csv(path: Path, file: BinaryIO, delimiter: str) -> Iterator[Row]:
             continue
         if cells is None:
             return
-        if not cells:
+        said = "".join(cells)
+        if not said.strip():  # also the row of commas only that Excel writes
             continue
-        if not is_unicode("".join(cells)):
+        if not is_unicode(said):
             raw = delimiter.join(cells).encode("utf-8", "surrogateescape")
             value = _undecodable(raw)
             if heading is None:
                 raise UserError(f"{path} line {reader.line_num}: {value}")
         elif heading is None:
-            heading = cells
+            heading = _without_blank_end(cells)
             _check_names(path, heading)
             other = next((sign for sign in ";\t|," if len(heading) == 1 and sign in heading[0]), None)
             if other:
                 raise UserError(f"{path}: its cells are parted by {other!r}, wanted {delimiter!r}; save it with that")
             continue
-        elif len(cells) != len(heading):
+        elif len(cells) != len(heading) and len(cells := _without_blank_end(cells, len(heading))) != len(heading):
             value, raw = BadRow("the row has more or fewer cells than the heading", _QUOTE), cells
         else:
             value, raw = dict(zip(heading, cells, strict=True)), None
         yield Row(f"{path} line {reader.line_num}", value, raw)
+
+
+def _without_blank_end(cells: list[str], keep: int = 1) -> list[str]:
+    """Without the blank cells at the end of a row: Excel writes them for columns that once had something in them."""
+    while len(cells) > keep and not cells[-1].strip():
+        cells = cells[:-1]
+    return cells
 
 
 def _check_names(path: str | Path, names: list[str]) -> None:
@@ -348,7 +381,7 @@ def _parquet(path: Path, file: BinaryIO) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        source = pa.BufferReader(file.read()) if path.suffix == ".gz" else file
+        source = pa.BufferReader(file.read()) if is_gzip(path) else file
         yield from table_rows(str(path), pq.ParquetFile(source).iter_batches(_BATCH))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, "parquet", error) from error
@@ -358,10 +391,12 @@ def _arrow(path: Path, file: BinaryIO) -> Iterator[Row]:
     import pyarrow as pa
 
     try:
-        source = pa.BufferReader(file.read()) if path.suffix == ".gz" else pa.memory_map(str(path))
+        # Not a memory map: the process would be killed if somebody cut the file off meanwhile.
+        source = pa.BufferReader(file.read()) if is_gzip(path) else file
         try:
             batches = iter(pa.ipc.open_stream(source))  # what `datasets` writes
         except pa.ArrowInvalid:
+            source.seek(0)
             table = pa.ipc.open_file(source)
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
         yield from table_rows(str(path), batches)
@@ -382,22 +417,24 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
         for start in range(0, batch.num_rows, _BATCH):
             part = batch.slice(start, _BATCH)
             try:
-                values = part.to_pylist()
-            except (ValueError, OverflowError):
+                values = rows_of(part)
+            except (ValueError, OverflowError, KeyError):  # the last is of a map with a name twice
                 for i in range(part.num_rows):
                     number += 1
                     yield Row(f"{place} row {number}", *_table_row(part.slice(i, 1)))
                 continue
             for value in values:
                 number += 1
-                yield Row(f"{place} row {number}", value)
+                yield Row(f"{place} row {number}", TableRow(value))
 
 
 def _table_row(row) -> tuple[object, bytes | str | None]:
     """A row, or what is wrong with it and the cell (the row, where it is not known which cell)."""
     try:
-        return row.to_pylist()[0], None
+        return TableRow(rows_of(row)[0]), None
     except UnicodeDecodeError as error:
         return _undecodable(error.object), error.object
-    except (ValueError, OverflowError) as error:
+    except UserError:
+        raise
+    except (ValueError, OverflowError, KeyError) as error:
         return BadRow(f"a value that Python cannot hold ({error})", "mend it or drop its column"), str(row)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common import checkpoint
 from common.errors import UserError
+from common.metrics import printable
 from step0_data.spool import Spool
 
 FORMAT_VERSION = 1
@@ -147,14 +148,24 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
             lines.append(f"  {extra:>6} written again by the weight @{entry['weight']:g}")
         if entry["duplicates"]:
             lines.append(f"  {entry['duplicates']:>6} repeat an earlier row")
-        if entry["not_kept"]:
-            who = "only prompts keep" if any(it.startswith("prompts/") for it in entry["used"]) else "no step reads"
-            lines.append(f"  {who} the columns {_few(entry['not_kept'])}")
+        if entry["with_tools"]:
+            lines.append(f"  {entry['with_tools']:>6} have definitions of tools, for the chat template")
+        if entry["with_weights"]:
+            lines.append(f"  {entry['with_weights']:>6} have answers of weight 0: context, not trained")
+        not_kept, unread = entry["not_kept"], entry["unread"]
+        if not any(it.startswith("prompts/") for it in entry["used"]):
+            not_kept, unread = [], [*not_kept, *unread]
+        if not_kept:
+            lines.append(f"  only prompts keep the columns {_few(not_kept)}")
+        if unread:
+            lines.append(f"  no step reads the columns {_few(unread)}")
         if entry["own_split"]:
             lines.append("  its own split is kept: train is train, and what it holds out is eval")
         if entry["left_out"]:
             lines.append(f"  left out, being neither train nor test: {_few(entry['left_out'])}")
-    return "\n".join(lines)
+        if entry["not_data"]:
+            lines.append(f"  not read, being no data or describing them: {_few(entry['not_data'])}")
+    return "\n".join(map(printable, lines))  # names of columns and files may hold what a terminal obeys
 
 
 def _few(names: list[str]) -> str:

@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
+from common.metrics import printable
+from step0_data import shapes
+from step0_data.columns import mapping, pair_of_names
 from step0_data.files import SUFFIXES, Row, is_unicode, read_file, suffix, table_rows
 
-_NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json"}  # describe the data beside them
-_PACKED = {".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
+_NOT_DATA = {  # describe the data beside them, or a model
+    *("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "manifest.json", "croissant.json"),
+    *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "vocab.json"),
+    *("added_tokens.json", "special_tokens_map.json"),
+}
+_LARGEST_DESCRIPTION = 4 << 20  # bytes
 _HUB_NAME = re.compile(r"^([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+(?:/[\w.-]+)*))?(?:@([\w.-]+))?$")
 _WEIGHT = re.compile(r"^(.+)@(\d+(?:\.\d*)?|\.\d+)$")
+_COLUMNS = re.compile(r":(?=\w+=)")
 _PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"), "eval"),
@@ -39,11 +47,13 @@ class Plan:
     """What is read of one source: its files with their parts, or None for the hub, whose splits are known later."""
 
     source: str  # as it was typed
-    name: str  # without the weight
+    name: str  # without the weight and the columns
     weight: float
+    columns: dict[str, str] | None  # {our name: theirs} of this source alone; None: what `--columns` says
     stage: str | None  # the only stage it feeds; None: any
     files: dict[Path, str | None] | None  # file: "train", "eval", or None where the rows are still to be dealt out
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # files of it that are neither train nor test
+    not_data: tuple[str, ...] = ()  # files of it that are not read: of other kinds, or descriptions of the data
 
 
 def plan(sources: Sequence[str], stage: str | None = None) -> list[Plan]:
@@ -53,24 +63,47 @@ def plan(sources: Sequence[str], stage: str | None = None) -> list[Plan]:
     are neither are left out, as `datasets` leaves them out.
 
     Raises:
-        UserError: as `resolve`, or a weight of 0.
+        UserError: as `resolve` and `parts_of`.
     """
-    weighted = [weight_of(source) for source in sources]
-    found = [(source, path_of(source), resolve(source)) for source, _ in weighted]
+    weighted = [parts_of(source) for source in sources]
+    found = [(source, path_of(source), resolve(source)) for source, *_ in weighted]
     named = [{file: _part_of_file(file, path) for file in files or ()} for _, path, files in found]
     together: dict[tuple, set] = {}  # parts by folder
     folders = [(path, True) if path.is_dir() else (path.parent, False) for _, path, _ in found]
     for folder, parts in zip(folders, named, strict=True):
         together.setdefault(folder, set()).update(parts.values())
     plans = []
-    for typed, weight, (_, _, files), folder, parts in zip(sources, weighted, found, folders, named, strict=True):
+    for typed, weight, (_, path, files), folder, parts in zip(sources, weighted, found, folders, named, strict=True):
+        not_data = tuple(file.relative_to(path).as_posix() for file in _beside(path, files))
         if files is None or not _is_split(together[folder]):
-            plans.append(Plan(typed, *weight, stage, files and dict.fromkeys(files)))
+            plans.append(Plan(typed, *weight, stage, files and dict.fromkeys(files), not_data=not_data))
             continue
         left_out = [file for file, part in parts.items() if part is None and folder[1]]
         kept = {file: part for file, part in parts.items() if file not in left_out}
-        plans.append(Plan(typed, *weight, stage, kept, tuple(file.as_posix() for file in left_out)))
+        plans.append(Plan(typed, *weight, stage, kept, tuple(file.as_posix() for file in left_out), not_data))
     return plans
+
+
+def parts_of(source: str) -> tuple[str, float, dict[str, str] | None]:
+    """`PATH:prompt=question,chosen=good@0.3` as (what is in front, the weight, {our column: theirs}).
+
+    Raises:
+        UserError: as `weight_of`, or words that are none of `--columns`.
+    """
+    name, weight = weight_of(source)
+    cuts = [it.start() for it in _COLUMNS.finditer(name)]
+    if not cuts or path_of(name).exists():
+        return name, weight, None
+    cut = next((cut for cut in cuts if path_of(name[:cut]).exists()), cuts[0])
+    try:
+        return name[:cut], weight, mapping([pair_of_names(word) for word in name[cut + 1 :].split(",")])
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
+
+
+def _beside(path: Path, files: list[Path] | None) -> list[Path]:
+    """What lies in a folder beside the data files."""
+    return sorted(set(_files_in(path)) - set(files)) if files and path.is_dir() else []
 
 
 def weight_of(source: str) -> tuple[str, float]:
@@ -112,17 +145,17 @@ def inside(sources: Sequence[str], folder: str | None) -> list[str]:
         return list(sources)
     if len(sources) != 1:
         raise UserError(f"--data_dir {folder} is of one source, {len(sources)} are given; write each as NAME:FOLDER")
-    source, _ = weight_of(sources[0])
-    path, weight = path_of(source), sources[0].removeprefix(source)
+    source, *_ = parts_of(sources[0])
+    path, rest = path_of(source), sources[0].removeprefix(source)
     if path.is_dir():
         if not (path / folder).exists():
             there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folder"
             raise UserError(f"--data_dir {folder}: not in {path}, which has {there}")
-        return [f"{path / folder}{weight}"]
+        return [f"{path / folder}{rest}"]
     name = _HUB_NAME.match(source)
     if path.is_file() or not name or name[2]:
         raise UserError(f"--data_dir {folder}: {source} is no folder and no plain hub name; leave --data_dir out")
-    return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "") + weight]
+    return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "") + rest]
 
 
 def path_of(source: str) -> Path:
@@ -149,7 +182,7 @@ def resolve(source: str) -> list[Path] | None:
     path = path_of(source)
     if path.is_dir():
         seen = _files_in(path)
-        files = [p for p in seen if suffix(p) in SUFFIXES and p.name not in _NOT_DATA]
+        files = [p for p in seen if suffix(p) in SUFFIXES and not _describes(p)]
         saved = {p.parent: _shards(p) for p in seen if p.name == "state.json"}
         order = {p: p for p in files if saved.get(p.parent) is None}
         for folder, shards in saved.items():  # of `save_to_disk`: files beside these are caches
@@ -162,8 +195,10 @@ def resolve(source: str) -> list[Path] | None:
     if path.is_file():
         _check_file(path)
         if suffix(path) not in SUFFIXES:
-            raise UserError(f"{source}: unknown kind of file {path.suffix!r}; wanted {', '.join(SUFFIXES)} (or .gz)")
+            raise UserError(f"{source}: {shapes.unknown_kind(path, SUFFIXES)}")
         return [path]
+    if path.exists():
+        raise UserError(f"{source}: is neither a file nor a folder (a pipe, say); write what comes out of it to a file")
     before, at, last = source.rpartition("@")
     if at and path_of(before).exists():
         raise UserError(f"{source}: {last!r} is no weight; write {before}@0.3, or @2 to have each row twice")
@@ -172,14 +207,30 @@ def resolve(source: str) -> list[Path] | None:
     raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
 
 
+def _describes(file: Path) -> bool:
+    """By its name, or by the one object that it holds."""
+    if file.name in _NOT_DATA or file.suffix.lower() != ".json" or not 0 < file.stat().st_size < _LARGEST_DESCRIPTION:
+        return file.name in _NOT_DATA
+    try:
+        return shapes.describes(json.loads(file.read_bytes()))
+    except (ValueError, RecursionError):
+        return False
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); look at the file") from error
+
+
 def _files_in(folder: Path) -> list[Path]:
     """All files that are not hidden; links are followed, each folder once.
 
     Raises:
         UserError: a link to nothing, or a packed file that would be passed over.
     """
+
+    def fail(error: OSError):
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); look at the folder") from error
+
     found, been = [], {os.path.realpath(folder)}
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=fail):
         real = {name: os.path.realpath(os.path.join(place, name)) for name in sorted(folders)}
         folders[:] = [name for name in real if not name.startswith(".") and real[name] not in been]
         been.update(real[name] for name in folders)
@@ -188,15 +239,18 @@ def _files_in(folder: Path) -> list[Path]:
         is_data = any(word.lower() in SUFFIXES for word in file.suffixes)
         if is_data and not file.exists():
             raise UserError(f"{file}: a link to a file that is not there; get that file, or remove the link")
-        if is_data and suffix(file) not in SUFFIXES and file.suffix.lower() in _PACKED:
+        if is_data and suffix(file) not in SUFFIXES and file.suffix.lower() in shapes.PACKED:
             raise UserError(f"{file}: packed in a way that is not read here; unpack it, or pack it as .gz, or move it")
     return [file for file in found if file.is_file()]
 
 
 def _check_file(file: Path) -> None:
-    if not is_unicode(str(file)) or len(str(file).splitlines()) > 1:
-        name = str(file).encode("utf-8", "backslashreplace").decode()
+    name = str(file)
+    if not is_unicode(name) or len(name.splitlines()) > 1:
+        name = name.encode("utf-8", "backslashreplace").decode()
         raise UserError(f"{' '.join(name.split())}: its name has a line break or is not UTF-8; rename it")
+    if printable(name) != name:
+        raise UserError(f"{printable(name)}: its name has a control character; rename it")
 
 
 def _shards(path: Path) -> list[str] | None:

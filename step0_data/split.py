@@ -8,6 +8,7 @@ Where a source has a train and a test part of its own, these take the place of t
 read first: a train row that shares its opening with one of them is set aside.
 """
 
+import functools
 import hashlib
 import json
 import marshal
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from common import checkpoint
 from common.errors import UserError
 from step0_data import formats, sources
+from step0_data.columns import says
 
 SPLIT_STAGES = ("sft", "preference", "prompts")  # the stages that --split speaks of
 _REASON_CHARS, _REASONS = 200, 20  # of a reason, and of different reasons a source
@@ -59,7 +61,8 @@ class Account:
     files: list[dict] = field(default_factory=list)
     rows: int = 0
     own_split: bool = False  # its own train and test parts are train and eval
-    left_out: list[str] = field(default_factory=list)  # files or splits of it that were not read
+    left_out: list[str] = field(default_factory=list)  # files or splits of it that are neither train nor test
+    not_data: list[str] = field(default_factory=list)  # files in its folder that were not read
     forms: Counter = field(default_factory=Counter)
     used: Counter = field(default_factory=Counter)
     written: Counter = field(default_factory=Counter)  # the same, but each copy that the weight asks for
@@ -68,12 +71,20 @@ class Account:
     first: dict[str, str] = field(default_factory=dict)  # reason: where it was met first
     duplicates: int = 0
     not_kept: dict[str, None] = field(default_factory=dict)  # further columns of rows of a stage that has none
+    unread: dict[str, None] = field(default_factory=dict)  # what no stage keeps
+    with_tools: int = 0  # rows used that have definitions of tools
+    with_weights: int = 0  # and SFT rows with answers that are not trained
 
     def use(self, stage: str, part: str, record: formats.Record) -> None:
         self.used[f"{stage}/{part}"] += 1
+        self.with_tools += record.tools is not None
+        if stage == "sft":
+            self.with_weights += any("weight" in turn for turn in record.prompt + record.answer)
         if stage != "prompts" and record.extra and len(self.not_kept) < _COLUMNS:
-            said = [name for name, value in record.extra.items() if value not in (None, "", [])]
-            self.not_kept.update(dict.fromkeys(name for name in said if name not in formats.ANSWER))
+            said = [name for name, value in record.extra.items() if says(value) and name not in record.read]
+            self.not_kept.update(dict.fromkeys(said))
+        if record.unread and len(self.unread) < _COLUMNS:
+            self.unread.update(dict.fromkeys(record.unread))
 
     def put_aside(self, reason: str, where: str) -> None:
         if reason not in self.set_aside and len(self.set_aside) >= _REASONS:
@@ -96,8 +107,12 @@ class Account:
             "rejected": self.rejected,
             "duplicates": self.duplicates,
             "not_kept": list(self.not_kept),
+            "unread": list(self.unread),
+            "with_tools": self.with_tools,
+            "with_weights": self.with_weights,
             "own_split": self.own_split,
             "left_out": self.left_out,
+            "not_data": self.not_data,
         }
 
 
@@ -156,13 +171,14 @@ def collect(
     for plan in plans:
         pieces, left_out = sources.pieces(plan)
         account = Account(plan.source, plan.weight, plan.stage, own_split=any(p.part for p in pieces))
-        account.left_out = left_out
+        account.left_out, account.not_data = left_out, list(plan.not_data)
         account.files = [{"file": f, "sha256": h, "rows": 0} for f, h in (inputs[plan.source] or {}).items()]
         accounts.append(account)
         files = account.files or [{} for _ in pieces]
-        work += [(account, file, piece) for file, piece in zip(files, pieces, strict=True)]
+        own = convert if plan.columns is None else functools.partial(convert, names=plan.columns)
+        work += [(account, own, file, piece) for file, piece in zip(files, pieces, strict=True)]
     taken = Counter()  # rows by source and part
-    for account, file, piece in sorted(work, key=lambda it: it[2].part != "eval"):
+    for account, own, file, piece in sorted(work, key=lambda it: it[3].part != "eval"):
         here = rule if account.stage is None else replace(rule, shares=(1.0, 1.0, 1.0), stages=(account.stage,))
         for row in piece.rows:
             if max_rows and taken[id(account), piece.part] == max_rows:
@@ -171,7 +187,7 @@ def collect(
             account.rows += 1
             file["rows"] = file.get("rows", 0) + 1
             try:
-                form, record, key, stage, extra = _understood(row, convert, here)
+                form, record, key, stage, extra = _understood(row, own, here)
             except formats.BadRow as bad:
                 reason, fix = _one_line(bad.reason), _one_line(bad.fix, 2000)
                 if not skip_bad:
@@ -190,15 +206,18 @@ def collect(
                 continue
             part = piece.part or rule.part(key)
             # Version 0: equal values are equal bytes, however their strings are shared in memory.
-            content = marshal.dumps([record.prompt, record.answer, record.rejected, record.text], 0)
+            said = [record.prompt, record.answer, record.rejected, record.margin, record.text, record.tools]
+            content = marshal.dumps([*said, extra], 0)
+            aside = record.set_aside
+            if record.rejected is not None and record.answer == record.rejected:
+                aside = aside or "chosen and rejected are the same"
             fingerprint = _digest(content)
-            is_duplicate = fingerprint in seen
-            seen.add(fingerprint)
+            is_duplicate = aside is None and fingerprint in seen
+            if aside is None:  # of a bad answer and a good one of the same words the good one is kept
+                seen.add(fingerprint)
             account.duplicates += is_duplicate
-            if record.set_aside:
-                account.put_aside(record.set_aside, row.where)
-            elif record.rejected is not None and record.answer == record.rejected:
-                account.put_aside("chosen and rejected are the same", row.where)
+            if aside:
+                account.put_aside(aside, row.where)
             elif is_duplicate and drop_duplicates:
                 account.put_aside("repeats an earlier row", row.where)
             elif stage is None:
@@ -212,7 +231,7 @@ def collect(
                     continue
                 account.use(stage, part, record)
                 for _ in range(copies if part == "train" else 1):
-                    write(stage, part, output_row(record, stage), len(content) + len(extra))
+                    write(stage, part, output_row(record, stage), len(content))
                     account.written[f"{stage}/{part}"] += 1
     if not any(account.used for account in accounts):
         reasons = Counter()
@@ -258,19 +277,20 @@ def _unwanted(form: formats.Form, stage: str | None) -> str:
 
 
 def _extra_text(record: formats.Record) -> str:
-    """The further columns of a prompt as text.
+    """The further columns of a prompt as text: the same for the same columns, in whatever order they stand.
 
     Raises:
         BadRow: they hold what is no text.
     """
-    if not record.extra:
-        return ""
-    level = [record.extra]
+    level, said = [record.extra], {name: value for name, value in record.extra.items() if value is not None}
     for _ in range(_DEPTH):
+        if any(isinstance(it, dict) and not all(isinstance(name, str) for name in it) for it in level):
+            way_out = "write the names as text, or take the column out"
+            raise formats.BadRow("a further column holds an object whose names are no text", way_out)
         level = [it for outer in level for it in _inside(outer) if isinstance(it, (dict, list))]
     if level:
         raise _too_deep()
-    text = json.dumps(record.extra, ensure_ascii=False, default=str)
+    text = json.dumps(said, ensure_ascii=False, default=str, sort_keys=True)
     if not text.isascii():
         try:
             text.encode()
@@ -304,16 +324,17 @@ _quote = json.encoder.encode_basestring  # as json.dumps writes a string
 
 
 def output_row(record: formats.Record, stage: str) -> dict:
-    """A record as a row of that stage's file."""
+    """A record as a row of that stage's file. Only SFT trains turns of the prompt, so only there they have weights."""
+    if stage == "pretrain":
+        return {"text": record.text}
+    tools = {} if record.tools is None else {"tools": record.tools}
     if stage == "sft":
-        return {"messages": record.prompt + record.answer}
+        return {"messages": record.prompt + record.answer, **tools}
+    prompt = [{"role": turn["role"], "content": turn["content"]} for turn in record.prompt]
     if stage == "preference":
-        row = {"prompt": record.prompt, "chosen": record.answer, "rejected": record.rejected}
+        row = {"prompt": prompt, "chosen": record.answer, "rejected": record.rejected, **tools}
         return row if record.margin is None else row | {"margin": record.margin}
-    if stage == "prompts":
-        extra = {name: value for name, value in record.extra.items() if name != "prompt"}
-        return {"prompt": record.prompt, **extra}
-    return {"text": record.text}
+    return {"prompt": prompt, **tools, **record.extra}
 
 
 class Coin:

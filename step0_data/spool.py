@@ -1,4 +1,8 @@
-"""Rows on their way to a stage's parquet files, and bad rows to rejected.jsonl, so that few are in memory at a time."""
+"""Rows on their way to a stage's parquet files, and bad rows to rejected.jsonl, so that few are in memory at a time.
+
+A value comes back from the file as it went in: an int is no float, and an object has its own names and no others. Where
+no type of parquet gives back all values of a column so, it is kept as JSON text, which `common.data` decodes.
+"""
 
 import contextlib
 import json
@@ -8,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from common.data import JSON_TEXT
+from common.errors import UserError
 from step0_data.files import is_unicode
 from step0_data.formats import STAGES
 
@@ -47,6 +53,11 @@ class Spool:
         if len(batch) >= _BATCH_ROWS or self._chars[place] >= _BATCH_CHARS:
             self._flush(place)
 
+    def _joined(self, stage: str, name: str, one, other):
+        if name in CONVERSATION[stage]:
+            return max(one, other, key=lambda kind: kind.value_type.num_fields)
+        return _common(one, other)
+
     def counts(self) -> dict[str, dict[str, int]]:
         """{stage: {part: rows}} of the stages that have any."""
         some = [stage for stage in STAGES if self.rows[stage, "train"] or self.rows[stage, "eval"]]
@@ -57,52 +68,52 @@ class Spool:
         self._chars[place] = 0
         kinds = self._kinds.setdefault(place, {})
         for name in dict.fromkeys(name for row in batch for name in row):
-            if name in CONVERSATION[place[0]]:
-                kinds[name] = _messages()
-            elif name not in kinds or kinds[name] is not None:
-                kinds[name] = _common([_kind_of([row.get(name) for row in batch]), kinds.get(name, _NOTHING)])
+            values = [row.get(name) for row in batch]
+            kind = _messages(values) if name in CONVERSATION[place[0]] else _kind_of(values)
+            kinds[name] = self._joined(place[0], name, kind, kinds.get(name, kind))
         with open(self._aside / "-".join(place), "ab") as file:
             pickle.dump(batch, file, pickle.HIGHEST_PROTOCOL)
 
     def close(self) -> None:
         """Writes the parquet files; parts without rows get none. Train and eval get the same columns and types.
 
-        A column whose values have no common type (a number here, a string there) is kept as JSON text.
+        Raises:
+            UserError: neither a type of parquet nor JSON can hold the values of a column.
         """
         for place in list(self._batch):
             self._flush(place)
         for stage in self.counts():
-            parts = [self._kinds.get((stage, part), {}) for part in ("train", "eval")]
-            names = dict.fromkeys(name for kinds in parts for name in kinds)
-            kinds = {name: _common([part.get(name, _NOTHING) for part in parts]) for name in names}
+            kinds: dict = {}
+            for part in ("train", "eval"):
+                for name, kind in self._kinds.get((stage, part), {}).items():
+                    kinds[name] = self._joined(stage, name, kind, kinds.get(name, kind))
             kinds = {name: kind if kind is not None and _fits_parquet(kind) else None for name, kind in kinds.items()}
-            while odd := self._write(stage, kinds):
-                kinds[odd] = None
+            self._write(stage, kinds)
             for name, kind in kinds.items():
                 if kind is None:
-                    print(f"note: the column {name!r} mixes kinds of values; it is kept as JSON text")
+                    print(
+                        f"note: the column {name!r} mixes kinds of values; it is kept as JSON text, decoded when read"
+                    )
         shutil.rmtree(self._aside)
 
-    def _write(self, stage: str, kinds: dict) -> str | None:
-        """One stage's files; the name of a column whose values do not fit after all, if there is one."""
+    def _write(self, stage: str, kinds: dict) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        schema = pa.schema([(name, pa.string() if kind is None else kind) for name, kind in kinds.items()])
+        fields = [
+            pa.field(name, pa.string(), metadata=JSON_TEXT) if kind is None else pa.field(name, kind)
+            for name, kind in kinds.items()
+        ]
+        schema = pa.schema(fields)
         for part in ("train", "eval"):
             if not self.rows[stage, part]:
                 continue
             path = self.folder / stage / f"{part}.parquet"
             path.parent.mkdir(exist_ok=True)
-            with pq.ParquetWriter(path, schema) as writer:
+            with open(path, "wb") as file, pq.ParquetWriter(file, schema) as writer:
                 group, size = [], 0
                 for batch in _batches(self._aside / f"{stage}-{part}"):
-                    columns = []
-                    for name, kind in kinds.items():
-                        try:
-                            columns.append(_column(batch, name, kind))
-                        except _NO_FIT():
-                            return name
+                    columns = [_column(batch, name, kind) for name, kind in kinds.items()]
                     group.append(pa.record_batch(columns, schema))
                     size += group[-1].nbytes
                     if size >= _GROUP_BYTES:
@@ -110,7 +121,6 @@ class Spool:
                         group, size = [], 0
                 if group:
                     writer.write_table(pa.Table.from_batches(group).combine_chunks())
-        return None
 
 
 def write_stages(folder: Path, stages: dict[str, dict[str, list[dict]]]) -> Spool:
@@ -148,15 +158,6 @@ def _as_json(entry: dict) -> str:
     raise AssertionError("repr is a string")
 
 
-_NOTHING = "nothing"  # the type of a column that is not there
-
-
-def _NO_FIT():
-    import pyarrow as pa
-
-    return (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError)
-
-
 def _batches(path: Path) -> Iterator[list[dict]]:
     with open(path, "rb") as file:
         while True:
@@ -166,33 +167,64 @@ def _batches(path: Path) -> Iterator[list[dict]]:
                 return
 
 
-def _messages():
+def _messages(values: list[list[dict]]):
+    """Of a message; its weight is there where one of them is context that is not trained."""
     import pyarrow as pa
 
-    return pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    fields = [("role", pa.string()), ("content", pa.string())]
+    if any(message.get("weight") == 0 for messages in values for message in messages):
+        fields.append(("weight", pa.int64()))
+    return pa.list_(pa.struct(fields))
 
 
 def _kind_of(values: list):
+    """The type from which these values come back as they are; None where there is none.
+
+    Compared as Python writes them: 1 == 1.0 == True, and an object that was filled up with nulls is another object.
+    """
     import pyarrow as pa
 
+    wanted = repr(values)
     try:
-        return pa.array(values).type
-    except _NO_FIT():
+        kind = pa.array(values).type
+        kinds = dict.fromkeys([kind, _finer(kind)])
+        return next((kind for kind in kinds if repr(pa.array(values, kind).to_pylist()) == wanted), None)
+    except (pa.ArrowException, OverflowError):
         return None
 
 
-def _common(kinds: list):
-    """The type that holds values of all these; None where there is none."""
+def _finer(kind):
+    """With nanoseconds, of which pyarrow takes only whole microseconds by itself."""
     import pyarrow as pa
 
-    kinds = [kind for kind in kinds if kind is not _NOTHING]
-    if None in kinds or kinds.count(kinds[0]) == len(kinds):
-        return None if None in kinds else kinds[0]
-    try:
-        schemas = [pa.schema([("it", kind)]) for kind in kinds]
-        return pa.unify_schemas(schemas, promote_options="permissive").field("it").type
-    except pa.ArrowException:
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("ns", kind.tz)
+    if pa.types.is_duration(kind):
+        return pa.duration("ns")
+    if pa.types.is_list(kind):
+        return pa.list_(_finer(kind.value_type))
+    return pa.struct([(it.name, _finer(it.type)) for it in kind]) if pa.types.is_struct(kind) else kind
+
+
+def _common(one, other):
+    """The type of which both are parts: nothing but nulls, and lists without entries, may become any other."""
+    import pyarrow as pa
+
+    if one is None or other is None:
         return None
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        inside = _common(one.value_type, other.value_type)
+        return inside and pa.list_(inside)
+    if pa.types.is_struct(one) and pa.types.is_struct(other) and one.names == other.names:
+        inside = [_common(a.type, b.type) for a, b in zip(one, other, strict=True)]
+        return None if None in inside else pa.struct(list(zip(one.names, inside, strict=True)))
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other) and one.scale == other.scale:
+        return max(one, other, key=lambda kind: kind.precision)
+    return None
 
 
 def _fits_parquet(kind, depth: int = 0) -> bool:
@@ -207,7 +239,14 @@ def _fits_parquet(kind, depth: int = 0) -> bool:
 def _column(batch: list[dict], name: str, kind):
     import pyarrow as pa
 
-    if kind is None:
-        cells = [json.dumps(row.get(name), ensure_ascii=False, default=str) for row in batch]
-        return pa.array(cells, pa.string())
-    return pa.array([row.get(name) for row in batch], kind)
+    values = [row.get(name) for row in batch]
+    if kind is not None:
+        return pa.array(values, kind)
+    try:
+        cells = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    except TypeError as error:
+        raise UserError(
+            f"the column {name!r} has values of several kinds, some of which JSON cannot hold ({error}); give its rows "
+            "one kind of value, or take the column out"
+        ) from error
+    return pa.array(cells, pa.string())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common import checkpoint
 from common.chat_format import BUILTIN_TEMPLATES
+from common.data import open_parquet, rows_of
 from common.errors import UserError
 
 HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, INTERMEDIATE_SIZE = 128, 4, 4, 352
@@ -110,15 +111,13 @@ def write_base_model_for(prepared: Path, seed: int, vocab_size: int) -> None:
 
 def staged_texts(prepared: Path) -> Iterator[str]:
     """Every text of the train rows, with the word that the chat template puts before it."""
-    import pyarrow.parquet as pq
-
     for stage, columns in TEXT_COLUMNS.items():
         path = prepared / stage / "train.parquet"
         if not path.is_file():
             continue
-        with pq.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             for batch in file.iter_batches(batch_size=1000, columns=columns):
-                for row in batch.to_pylist():
+                for row in rows_of(batch):
                     for value in row.values():
                         if isinstance(value, str):
                             yield value

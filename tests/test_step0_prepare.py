@@ -9,10 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from common import checkpoint, cli
+from common import checkpoint, cli, data
 from step0_data import prepare, preview, split, toy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +28,7 @@ def hashes(folder):
 
 def rows_of(folder, stage, part):
     path = folder / stage / f"{part}.parquet"
-    return pq.read_table(path).to_pylist() if path.exists() else []
+    return data.read_rows(path) if path.exists() else []
 
 
 def write_pairs(path, n, start=0):
@@ -398,8 +397,8 @@ def test_extra_columns_reach_the_prompts_and_mixed_ones_become_json(tmp_path, mo
     source.write_text(json.dumps(rows))
     assert run(monkeypatch, "--dataset", source, "--output_dir", out, "--eval_fraction", 0) == 0
     got = rows_of(out, "prompts", "train")
-    assert got[3] == {"prompt": [{"role": "user", "content": "q3"}], "answer": 3, "odd": "3", "list": [3], "none": None}
-    assert got[4]["odd"] == '"s4"'
+    assert got[3] == {"prompt": [{"role": "user", "content": "q3"}], "answer": 3, "odd": 3, "list": [3], "none": None}
+    assert got[4]["odd"] == "s4"
     assert "the column 'odd' mixes kinds of values; it is kept as JSON text" in capsys.readouterr().out
 
 

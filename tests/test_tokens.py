@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+import uuid
 from pathlib import Path
 
 import pyarrow as pa
@@ -104,11 +105,24 @@ def test_columns_of_any_kind_reach_reward_functions_through_the_cache(tmp_path):
             "bytes": [b"\x00\xff"] * 6,
             "nothing": pa.nulls(6),
             "nested": [{"a": i, "b": {"c": "\u4f60\u597d"}} for i in range(6)],
+            "uuid": pa.array([uuid.UUID(int=i).bytes for i in range(6)], pa.uuid()),
+            "nanoseconds": pa.array([1, None, 3, 4, 5, 6], pa.timestamp("ns")),
         }
     )
+    rows = table.to_pylist()
+    rows[2]["prompt"] = user("no room " * LIMIT)  # set aside
+    rows[3]["prompt"] = user("old " * 9) + answer("yes") + user("3")  # loses its first two turns
+    table = table.set_column(0, "prompt", pa.array([row["prompt"] for row in rows]))
+    mixed = [1, 1.0, {"a": None}, None, {}, "1"]
+    field = pa.field("mixed", pa.string(), metadata={"encoding": "json"})
+    table = table.append_column(field, pa.array(["1", "1.0", '{"a": null}', None, "{}", '"1"']))
     pq.write_table(table, tmp_path / "prompts/train.parquet")
-    seen, _ = load(data.locate(tmp_path, "prompts"), "prompts", folder=tmp_path / "cache")
-    assert [example.row for example in seen] == table.to_pylist()
+    for folder in (tmp_path / "cache", "off"):
+        seen, report = load(data.locate(tmp_path, "prompts"), "prompts", folder=folder)
+        wanted = [row | {"mixed": it} for row, it in zip(rows, mixed, strict=True)]
+        wanted[3]["prompt"] = user("3")
+        del wanted[2]
+        assert repr([example.row for example in seen]) == repr(wanted) and report.shortened == 1
 
 
 def test_the_default_keeps_large_sets_beside_the_data(tmp_path, monkeypatch):
