@@ -321,7 +321,7 @@ def save_pretrained(hf: nn.Module, folder: Path, state: dict[str, torch.Tensor],
     from safetensors import safe_open
 
     if adapters.present(hf):
-        adapters.save(hf, folder / adapters.ADAPTER_FOLDER, state)
+        adapters.save(hf, folder / adapters.ADAPTER_FOLDER, state, tokenizer)
         state = adapters.fold(hf, state)
     hf.save_pretrained(folder, state_dict=dict(state))  # a copy: transformers empties what it is given
     tokenizer.save_pretrained(folder)

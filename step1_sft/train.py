@@ -82,10 +82,8 @@ def main() -> None:
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
         )
-        if text.fit(hf, zero3):
-            log.say(f"embeddings: grown to {len(text.tokenizer)} rows, one for each token")
-        if trained := adapters.add(hf, cli.pick(adapters.Lora, args), args.seed):
-            log.say(trained)
+        for line in text.fit(hf, zero3, cli.pick(adapters.Lora, args), args.seed):
+            log.say(line)
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)

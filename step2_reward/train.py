@@ -97,9 +97,8 @@ def main() -> None:
             fresh_head_std=models.fresh_reward_head_std,
             seed=args.seed,
         )
-        text.fit(model.hf, zero3)
-        if trained := adapters.add(model.hf, cli.pick(adapters.Lora, args), args.seed):
-            log.say(trained)
+        for line in text.fit(model.hf, zero3, cli.pick(adapters.Lora, args), args.seed):
+            log.say(line)
         log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
         return model
 

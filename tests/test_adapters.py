@@ -3,12 +3,13 @@
 import one_rank
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 from small_models import save_gpt2, save_llama, save_reward
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import adapters, generation, hybrid_engine, models
+from common import tokenizer as tokenizer_
 from common.adapters import Lora
 from common.engine import AdapterOff, Engine, FrozenModel, Optim, TrainedModel
 from common.errors import UserError
@@ -129,13 +130,107 @@ def test_the_same_seed_draws_the_same_adapter_whatever_was_drawn_before(tmp_path
         assert torch.equal(a, b), name
 
 
+def two_tokens_more(folder, tied: bool):
+    """A base model whose owner gave the tokenizer two tokens that it has no rows for, 352 and 353."""
+    save_llama(folder, tied=tied)
+    tokenizer = models.load_tokenizer(folder)
+    spare = [f"<|spare_{i}|>" for i in range(12)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*spare, "<|turn|>", "<|end|>"]})
+    tokenizer.save_pretrained(folder)
+    return tokenizer_.prepare(folder, 64, "--max_length", None, False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_new_tokens_are_trained_saved_and_read_by_peft(tied, stage, tmp_path):
+    text = two_tokens_more(tmp_path / "base", tied)
+    ids = torch.tensor([[5, 352, 260, 353, 7], [352, 3, 353, 200, 8]])
+    said = []
+
+    def load(zero3):
+        hf = models.load_causal_lm(tmp_path / "base", zero3=zero3)
+        said.extend(text.fit(hf, zero3, LORA, 1))
+        return models.LanguageModel(hf)
+
+    model = TrainedModel(load, OPTIM, Engine("fp32", stage, False, False, False, None), 3, one_rank.start())
+    assert said[-1] == "tokens whose rows are trained: <|turn|>, <|end|>"
+    for step in range(1, 4):
+        model.train_step([ids], lambda ids: (cross_entropy(model(ids, MASK)[:, :-1].mT, ids[:, 1:]), {}), step)
+    with torch.no_grad():
+        adapted = model(ids, MASK)
+        models.save_pretrained(model.module.hf, tmp_path / "out", model.state(), text.tokenizer)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
+        torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(again(ids).logits, adapted, atol=1e-5, rtol=1e-5)
+        if stage == 3:  # what samples from a sharded model is a copy of it
+            sampler = hybrid_engine.RolloutEngine(model, "native", 0, one_rank.start())
+            with sampler.weights() as replica:
+                torch.testing.assert_close(replica(ids).logits, adapted, atol=1e-5, rtol=1e-5)
+    base = models.load_causal_lm(tmp_path / "base").state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        now = plain.state_dict()[name]
+        assert torch.equal(now[:352], base[name]) and len(now) == 354
+        assert (now[352:] - base[name].mean(0)).abs().max() > 1e-3 and not torch.equal(now[352], now[353])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_trained_rows_are_those_of_the_whole_matrices(tied, tmp_path):
+    text = two_tokens_more(tmp_path / "base", tied)
+    ids = torch.tensor([[5, 352, 260, 353, 7], [352, 3, 353, 200, 8]])
+    whole, rows = (models.load_causal_lm(tmp_path / "base") for _ in range(2))
+    text.fit(whole, None)
+    text.fit(rows, None, LORA, 1)
+    for hf in (whole, rows):
+        cross_entropy(hf(ids).logits[:, :-1].mT, ids[:, 1:]).backward()
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        expected = getattr(whole, name)().weight.grad[352:]
+        torch.testing.assert_close(getattr(rows, name)().delta.grad, expected, atol=1e-7, rtol=1e-5)
+
+
+def test_rows_are_trained_of_tokens_that_the_template_writes_and_nobody_trained(tmp_path):
+    """A token may have a row and mean nothing: base models come with reserved rows of zeros, or all alike."""
+    save_llama(tmp_path, tied=False)
+    text = tokenizer_.prepare(tmp_path, 64, "--max_length", None, False)
+    start, end = text.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    hf = models.load_causal_lm(tmp_path)
+    assert len(text.fit(hf, None, LORA, 1)) == 1  # the adapters alone
+    for name, spoil in (
+        ("get_input_embeddings", lambda w: w[end].zero_()),
+        ("get_output_embeddings", lambda w: w[end].copy_(w.mean(0))),
+        ("get_output_embeddings", lambda w: w[end].copy_(w[345] * 1.0001)),  # 345 is a spare row
+    ):
+        hf = models.load_causal_lm(tmp_path)
+        with torch.no_grad():
+            spoil(getattr(hf, name)().weight)
+        assert text.fit(hf, None, LORA, 1)[-1] == "tokens whose rows are trained: <|im_end|>"
+        assert hf.get_output_embeddings().ids.tolist() == [end] and start != end
+
+
+def test_the_critics_rows_are_trained_too_and_rows_that_are_off_are_the_base_models(tmp_path):
+    text = two_tokens_more(tmp_path / "base", True)
+    model, _ = models.load_scalar_model(tmp_path / "base", fresh_head_std=lambda width: 0.5)
+    text.fit(model.hf, None, LORA, 1)
+    ids = torch.tensor([[5, 352, 260, 353, 7]])
+    before = model(ids, MASK[:1])
+    with torch.no_grad():
+        model.hf.get_input_embeddings().delta.normal_()
+        after = model(ids, MASK[:1])
+        assert (after - before)[0, 1:].abs().min() > 1e-4 and torch.equal(after[0, 0], before[0, 0])
+        with adapters.switched_off(model.hf):
+            assert torch.equal(model(ids, MASK[:1]), before)
+        models.save_pretrained(model.hf, tmp_path / "out", model.hf.state_dict(), text.tokenizer)
+        again = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out" / "adapter", num_labels=1)
+        plain, _ = models.load_scalar_model(tmp_path / "out")
+        torch.testing.assert_close(plain(ids, MASK[:1]), after, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(again(ids).logits[:, 0], after[:, -1], atol=1e-5, rtol=1e-5)
+
+
 def test_a_layer_that_is_not_there_is_named(tmp_path):
     hf = models.load_causal_lm(save_llama(tmp_path / "base"))
-    with pytest.raises(UserError, match=r"--lora_target_modules: .*c_attn"):
-        adapters.add(hf, Lora(2, 4, 0.0, ["c_attn"]), 0)
-    hf = models.load_causal_lm(tmp_path / "base")
-    with pytest.raises(UserError, match="--lora_target_modules c_attn: no layer is called that; adapted were q_proj"):
-        adapters.add(hf, Lora(2, 4, 0.0, ["q_proj", "c_attn"]), 0)
+    for names in (["c_attn"], ["q_proj", "c_attn"]):
+        with pytest.raises(UserError, match="--lora_target_modules c_attn: no layer is called that; there are down_pr"):
+            adapters.add(hf, Lora(2, 4, 0.0, names), 0)
 
 
 def test_embeddings_and_a_tied_output_layer_are_refused_before_training(tmp_path):
