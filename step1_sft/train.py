@@ -103,12 +103,12 @@ def main() -> None:
     record, _ = supervised.train(model, train, held_out, task, batches, run)
 
     # 5. A whole HF folder, and last of all stage.json.
-    state = model.state()
+    write = model.writer(text.tokenizer, log.say)
     if distributed.is_main():
         checkpoint.publish(
             run.path,
             "sft",
-            lambda staging: models.save_pretrained(model.module.hf, staging, state, text.tokenizer),
+            write,
             args=vars(args),
             seed=args.seed,
             parents=parents,

@@ -362,12 +362,8 @@ def main() -> None:
 
     # 5. Whole HF folders; the actor's stage.json comes last and marks the run as finished.
     for role, model, stage in (("critic", critic, "rlhf-critic"), ("actor", actor, "rlhf-actor")):
-        state = model.state()
+        write = model.writer(text.tokenizer, log.say)
         if distributed.is_main():
-
-            def write(staging, model=model, state=state):
-                models.save_pretrained(model.module.hf, staging, state, text.tokenizer)
-
             checkpoint.publish(
                 run.path / role,
                 stage,

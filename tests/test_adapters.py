@@ -4,9 +4,10 @@ import one_rank
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
-from small_models import save_gpt2, save_llama, save_reward
+from small_models import SIZE, save_gpt2, save_llama, save_reward
+from small_tokenizers import qwen_like
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import adapters, generation, hybrid_engine, models
 from common import tokenizer as tokenizer_
@@ -158,7 +159,7 @@ def test_rows_of_new_tokens_are_trained_saved_and_read_by_peft(tied, stage, tmp_
         model.train_step([ids], lambda ids: (cross_entropy(model(ids, MASK)[:, :-1].mT, ids[:, 1:]), {}), step)
     with torch.no_grad():
         adapted = model(ids, MASK)
-        models.save_pretrained(model.module.hf, tmp_path / "out", model.state(), text.tokenizer)
+        model.writer(text.tokenizer, pytest.fail)(tmp_path / "out")
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
         torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-5, rtol=1e-5)
@@ -246,3 +247,59 @@ def test_what_is_trained_is_said(tmp_path):
     assert said == "adapters of rank 2 in q_proj, v_proj; the scalar head is trained too"
     trained = {name.split(".")[-4] if "lora" in name else name for name, p in hf.named_parameters() if p.requires_grad}
     assert trained == {"q_proj", "v_proj", "score.weight"}
+
+
+def olmoe():
+    return AutoConfig.for_model(
+        "olmoe", **SIZE, vocab_size=352, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=3
+    )
+
+
+def llama4():
+    size = {"intermediate_size_mlp": 48, "num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8}
+    return AutoConfig.for_model("llama4_text", **SIZE, **size, vocab_size=352, pad_token_id=3, bos_token_id=0)
+
+
+def qwen2_moe():
+    size = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    return AutoConfig.for_model("qwen2_moe", **SIZE, **size, num_key_value_heads=2, vocab_size=352, pad_token_id=3)
+
+
+@pytest.mark.parametrize(
+    "config, left_out",
+    [(olmoe, "experts"), (llama4, "experts, router"), (qwen2_moe, "experts, shared_expert_gate")],
+)
+def test_experts_and_routers_are_left_as_they_are_and_what_is_saved_is_the_trained_model(config, left_out, tmp_path):
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "base")
+    qwen_like().save_pretrained(tmp_path / "base")
+    said = []
+
+    def load(zero3):
+        hf = models.load_causal_lm(tmp_path / "base", zero3=zero3)
+        said.append(adapters.add(hf, LORA, seed=1))
+        return models.LanguageModel(hf)
+
+    model = TrainedModel(load, OPTIM, Engine("fp32", 0, False, False, False, None), 3, one_rank.start())
+    assert said[0].endswith(f"; left as they are: {left_out}")
+    train(model)
+    with torch.no_grad():
+        adapted = model(IDS, MASK)
+        model.writer(qwen_like(), pytest.fail)(tmp_path / "out")
+        plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        torch.testing.assert_close(plain(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
+        again = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out" / "adapter"
+        )
+        torch.testing.assert_close(again(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_cannot_be_adapted_is_named(tmp_path):
+    hf = AutoModelForCausalLM.from_config(llama4())
+    for name, words in (("router", "Llama4Router"), ("experts", "Llama4TextExperts")):
+        with pytest.raises(UserError, match=rf"--lora_target_modules {name}: .*{name} is a {words} and cannot be"):
+            adapters.add(hf, Lora(2, 4, 0.0, ["q_proj", name]), 0)
+    reward = models.load_scalar_model(save_reward(tmp_path))[0].hf
+    with pytest.raises(UserError, match=r"--lora_target_modules score: .*the scalar head, trained as it is"):
+        adapters.add(reward, Lora(2, 4, 0.0, ["score"]), 0)
