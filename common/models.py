@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common import adapters
+from common import adapters, checkpoint
 from common.errors import RunFailed, UserError
 from common.memory import free_host_memory
 from common.tensor_ops import position_ids_of
@@ -249,11 +249,16 @@ def read_config(path: str | Path, trust_remote_code: bool = False):
     """The HF configuration of a model folder or hub name.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is none, it cannot be read, or there is an adapter.
     """
     from transformers import AutoConfig
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     _quiet_transformers()
+    adapter = None
+    with contextlib.suppress(Exception):  # whatever is wrong with the name or the network is said below
+        adapter = find_adapter_config_file(str(path))
+    checkpoint.refuse_adapter(path, config=adapter)
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:

@@ -1,19 +1,31 @@
 """LoRA: only adapters move, off means the base model, what is saved is whole, and peft reads the adapter back."""
 
+import json
+import re
+
 import one_rank
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from small_models import SIZE, save_gpt2, save_llama, save_reward
 from small_tokenizers import qwen_like
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import adapters, generation, hybrid_engine, models
+from common import adapters, checkpoint, generation, hybrid_engine, models
 from common import tokenizer as tokenizer_
 from common.adapters import Lora
 from common.engine import AdapterOff, Engine, FrozenModel, Optim, TrainedModel
 from common.errors import UserError
+from scripts import merge_adapter
 
 # DeepSpeed calls what torch is about to rename.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -303,3 +315,95 @@ def test_a_layer_that_cannot_be_adapted_is_named(tmp_path):
     reward = models.load_scalar_model(save_reward(tmp_path))[0].hf
     with pytest.raises(UserError, match=r"--lora_target_modules score: .*the scalar head, trained as it is"):
         adapters.add(reward, Lora(2, 4, 0.0, ["score"]), 0)
+
+
+def foreign(kind: str, base, folder):
+    """An adapter as somebody else's program leaves it, with weights that change the model; what it answers."""
+    hf = AutoModelForCausalLM.from_pretrained(base)
+    config = {
+        "lora": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        "dora": LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM"),
+        "ia3": IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+        "head": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+        "prompt": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    }[kind]
+    torch.manual_seed(5)
+    model = get_peft_model(hf, config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return model(input_ids=IDS).logits.detach()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "head"])
+def test_an_adapter_of_others_is_refused_with_the_command_that_makes_a_model_of_it(kind, tmp_path, monkeypatch):
+    """The right output is that of peft's own model, before anything of ours has seen it."""
+    base = save_llama(tmp_path / "base", tied=False)
+    expected = foreign(kind, base, tmp_path / "lora")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--actor lora holds an adapter .*, and a whole model is wanted") as refused:
+        checkpoint.require_stage("lora", "--actor", ("sft",))
+    command = re.search("`python scripts/merge_adapter.py (.*)`", str(refused.value))[1]
+    merge_adapter.main(command.split())
+    merged = AutoModelForCausalLM.from_pretrained("lora-merged")
+    torch.testing.assert_close(merged(IDS).logits.detach(), expected, atol=1e-5, rtol=1e-5)
+    assert (models.load_causal_lm(base)(IDS).logits - expected).abs().max() > 1e-2
+    assert models.load_tokenizer("lora-merged").get_vocab() == qwen_like().get_vocab()
+    assert checkpoint.require_stage("lora-merged", "--actor", ("sft",)) is None
+
+
+def test_an_adapter_beside_a_model_is_seen_by_whatever_reads_the_folder(tmp_path, monkeypatch):
+    """transformers puts such an adapter in by itself, and nothing but the adapter would be trained."""
+    monkeypatch.chdir(tmp_path)
+    expected = foreign("lora", save_llama(tmp_path / "both"), tmp_path / "both")
+    for read in (
+        lambda: checkpoint.require_stage("both", "--model", ("sft",)),
+        lambda: models.read_config("both"),
+        lambda: models.load_causal_lm("both"),
+        lambda: tokenizer_.prepare("both", 8, "--max_length", None, False),
+    ):
+        with pytest.raises(UserError, match="holds an adapter beside a model .*--output_dir both-merged`"):
+            read()
+    merge_adapter.main(["--adapter", "both", "--output_dir", "both-merged"])
+    torch.testing.assert_close(models.load_causal_lm("both-merged")(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_that_are_no_part_of_the_weights_or_of_another_model_are_refused_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    foreign("prompt", save_llama(tmp_path / "base", tied=False), tmp_path / "prompt")
+    with pytest.raises(UserError, match="a PROMPT_TUNING adapter cannot be folded into weights"):
+        merge_adapter.main(["--adapter", "prompt", "--output_dir", "merged"])
+    foreign("lora", tmp_path / "base", tmp_path / "lora")
+    save_gpt2(tmp_path / "other")
+    with pytest.raises(UserError, match="--adapter lora does not fit GPT2LMHeadModel"):
+        merge_adapter.main(["--adapter", "lora", "--base", "other", "--output_dir", "merged"])
+    with pytest.raises(UserError, match="--output_dir base is there already"):
+        merge_adapter.main(["--adapter", "lora", "--output_dir", "base"])
+    with pytest.raises(UserError, match="--adapter base: no adapter of peft could be read there"):
+        merge_adapter.main(["--adapter", "base", "--output_dir", "merged"])
+    config = json.loads((tmp_path / "lora/adapter_config.json").read_text())
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "./gone"}))
+    with pytest.raises(UserError, match=r"from \./gone: .*; give the adapter's base model with --base DIR"):
+        merge_adapter.main(["--adapter", "lora", "--output_dir", "merged"])
+    (tmp_path / "lora/adapter_config.json").write_text("[")
+    with pytest.raises(UserError, match=r"lora/adapter_config\.json is no json of an adapter"):
+        checkpoint.require_stage("lora", "--actor", ("sft",))
+
+
+def test_the_adapter_of_a_stage_names_its_base_wherever_it_is_opened_from(tmp_path, monkeypatch):
+    save_llama(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    for name, wanted in (("./base", str(tmp_path / "base")), ("owner/model", "owner/model")):
+        hf = models.load_causal_lm("./base")
+        hf.config._name_or_path = name
+        adapters.add(hf, LORA, 1)
+        adapters.save(hf, tmp_path / name.replace("/", "-"), hf.state_dict(), None)
+        config = json.loads((tmp_path / name.replace("/", "-") / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == wanted
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/stage.json").write_text("{}")
+    (tmp_path / ".-base").rename(tmp_path / "out/adapter")
+    with pytest.raises(UserError, match="--ref out/adapter is only the adapter of out, .*; give that"):
+        checkpoint.require_stage("out/adapter", "--ref", ("sft",))
