@@ -20,6 +20,7 @@ from common.errors import UserError
 
 FORMAT_VERSION = 1
 STAGE_FILE = "stage.json"
+ADAPTER_CONFIG = "adapter_config.json"  # what peft writes
 STAGES = ("base", "sft", "dpo", "reward", "rlhf-actor", "rlhf-critic")
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece")
@@ -226,6 +227,7 @@ def require_stage(folder: str | Path, flag: str, wanted: tuple[str, ...]) -> dic
         raise UserError(f"{flag} {folder}: no such folder{looked}; {hint}")
     if not path.is_dir():
         raise UserError(f"{flag} {folder} is a file; wanted a model folder; {make}")
+    refuse_adapter(path, flag)
     record = read_stage(path)
     if record is None:
         if any(path.glob("checkpoint-*")) and (path / "metrics.jsonl").exists():
@@ -243,6 +245,44 @@ def require_stage(folder: str | Path, flag: str, wanted: tuple[str, ...]) -> dic
         )
     verify(path)
     return record
+
+
+def refuse_adapter(model: str | Path, flag: str = "", config: str | Path | None = None) -> None:
+    """A folder with an adapter, alone or beside a model, is no model: which of the two is meant has to be said.
+
+    Args:
+        model: a folder, or the hub name that `config` is of.
+        flag: what it was given as, for the error.
+        config: its `adapter_config.json`; by default the folder's.
+
+    Raises:
+        UserError: with the command that makes one model of base and adapter.
+    """
+    path = Path(model)
+    file = Path(config or path / ADAPTER_CONFIG)
+    if not file.is_file():
+        return
+    try:
+        record = json.loads(file.read_text())
+        base = str(record.get("base_model_name_or_path") or "")
+        kind = str(record.get("peft_type") or "peft")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{file} is no json of an adapter ({error}); the folder is damaged, copy it again") from error
+    what = f"{flag} {model}".strip()
+    if path.name == "adapter" and (path.parent / STAGE_FILE).exists():
+        raise UserError(f"{what} is only the adapter of {path.parent}, which holds base and adapter as one; give that")
+    merge = f"python scripts/merge_adapter.py --adapter {model} --output_dir {path.name or 'adapter'}-merged"
+    if not (path / "config.json").exists():
+        beside = path.parent / Path(base).name
+        if base and not Path(base).exists() and (beside / "config.json").exists():
+            merge += f" --base {beside}"
+        elif not base:
+            merge += " --base BASE"
+    beside = " beside a model" if (path / "config.json").exists() else ""
+    raise UserError(
+        f"{what} holds an adapter{beside} ({kind}{f' of {base}' * bool(base)}), and a whole model is wanted; merge it "
+        f"first: `{merge}`"
+    )
 
 
 def hash_file(path: str | Path) -> str:

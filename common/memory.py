@@ -1,4 +1,5 @@
-"""How much memory a stage takes, by item and by phase: arithmetic on sizes, nothing measured here, nothing imported.
+"""How much memory a stage takes, by item and by phase: arithmetic on sizes, nothing measured here but what
+is free.
 
 Legend: N parameters, t of them trained, P ranks, w bytes of a weight (2 in bf16 and fp16, 4 in fp32), L layers,
 h hidden size, i width of the feed-forward part, V vocabulary, rows x length tokens of one forward.
@@ -9,6 +10,8 @@ for other families. What a GPU adds by itself (CUDA, NCCL, fragmentation) is not
 """
 
 import dataclasses
+import os
+from pathlib import Path
 
 # DeepSpeed's own defaults, in elements: the gradients reduced at once, the gathered weights alive at once under ZeRO-3,
 # and how much of a shard is converted to fp32 at once in an update.
@@ -302,3 +305,20 @@ def evaluation(models: list[Shape], judges: list[Shape], how: How, *, rows: int,
     items.append(Item("logits", "score", logits(largest, how, rows, response + 1, copies=2)))
     items.append(Item("activations", "score", activations(largest, how, rows, prompt + response)))
     return [*items, loading(*((shape, how) for shape in [*models, *judges]))]
+
+
+def free_host_memory() -> float:
+    """What the kernel calls available, within the limit of a container if there is one; without a kernel that says so,
+    all there is."""
+    seen = Path("/proc/meminfo")
+    if not seen.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = dict(line.split(":") for line in seen.read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip().isdigit():
+        used = int(limit.with_name("memory.current").read_text())
+        stat = dict(line.split() for line in limit.with_name("memory.stat").read_text().splitlines())
+        used -= int(stat.get("inactive_file", 0))  # files read or written lately, given up when memory is wanted
+        available = min(available, int(limit.read_text()) - used)
+    return available

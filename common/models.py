@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common import adapters
-from common.errors import UserError
+from common import adapters, checkpoint
+from common.errors import RunFailed, UserError
+from common.memory import free_host_memory
 from common.tensor_ops import position_ids_of
 
+_WRONG_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -92,11 +94,18 @@ def check_reading(model: Callable, hf: nn.Module, device: torch.device | str, ex
     Raises:
         UserError: names the model's class and how far its output moved.
     """
-    vocabulary = hf.config.get_text_config().vocab_size
-    a, b, c, d, e = (vocabulary * part // 7 for part in range(1, 6))
+    a, b, c, d, e = _few_tokens(hf)
     ids = torch.tensor([[a, b, c, d, e, e], [e, e, a, b, c, d], [a, b, c, e, e, e]], device=device)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], device=device).bool()
-    plain, shifted, other = model(ids, mask).float()
+    try:
+        plain, shifted, other = model(ids, mask).float()
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if not adapters.present(hf):
+            raise
+        raise UserError(
+            f"{type(hf).__name__} does not run with adapters in these layers ({_first_line(error)}); name others with "
+            "--lora_target_modules"
+        ) from error
     spread = plain[:4].std(correction=0)
     for moved, what in (
         ((plain[:4] - shifted[2:]).abs().mean(), "padding in front of a text"),
@@ -107,6 +116,18 @@ def check_reading(model: Callable, hf: nn.Module, device: torch.device | str, ex
                 f"{type(hf).__name__}: {what} changes its output by {float(moved / spread):.1%} of its spread; wanted "
                 "a causal language model that takes position ids and an attention mask"
             )
+
+
+def _few_tokens(hf: nn.Module) -> list[int]:
+    vocabulary = hf.config.get_text_config().vocab_size
+    return [vocabulary * part // 7 for part in range(1, 6)]
+
+
+@torch.no_grad()
+def on_a_few_tokens(model: Callable, hf: nn.Module, device: torch.device | str) -> torch.Tensor:
+    """The output of a wrapper, or of the engine it is in, on five tokens, in fp32. A collective under ZeRO-3."""
+    ids = torch.tensor([_few_tokens(hf)], device=device)
+    return model(ids, torch.ones_like(ids, dtype=torch.bool)).float().cpu()
 
 
 def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
@@ -228,11 +249,16 @@ def read_config(path: str | Path, trust_remote_code: bool = False):
     """The HF configuration of a model folder or hub name.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is none, it cannot be read, or there is an adapter.
     """
     from transformers import AutoConfig
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     _quiet_transformers()
+    adapter = None
+    with contextlib.suppress(Exception):  # whatever is wrong with the name or the network is said below
+        adapter = find_adapter_config_file(str(path))
+    checkpoint.refuse_adapter(path, config=adapter)
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -321,7 +347,7 @@ def save_pretrained(hf: nn.Module, folder: Path, state: dict[str, torch.Tensor],
     from safetensors import safe_open
 
     if adapters.present(hf):
-        adapters.save(hf, folder / adapters.ADAPTER_FOLDER, state)
+        adapters.save(hf, folder / adapters.ADAPTER_FOLDER, state, tokenizer)
         state = adapters.fold(hf, state)
     hf.save_pretrained(folder, state_dict=dict(state))  # a copy: transformers empties what it is given
     tokenizer.save_pretrained(folder)
@@ -337,6 +363,58 @@ def save_pretrained(hf: nn.Module, folder: Path, state: dict[str, torch.Tensor],
     for name in state.keys() - kept:
         twin = any(state[name].shape == state[other].shape and torch.equal(state[name], state[other]) for other in kept)
         assert twin or renamed, f"{folder}: {name} was not saved and no saved tensor equals it"
+
+
+def check_saved(folder: Path, hf: nn.Module, trained: torch.Tensor) -> str | None:
+    """Opens a saved folder as plain transformers does: every weight has to be found, and the output on a few tokens has
+    to be the trained model's. Where memory does not hold the model once more, names and shapes alone are looked at.
+
+    Args:
+        hf: the trained model, for its class; it may be sharded.
+        trained: what `on_a_few_tokens` gave for it before it was saved.
+
+    Returns:
+        What was not looked at, for people; None if all was.
+
+    Raises:
+        RunFailed: names what differs.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    assert not is_deepspeed_zero3_enabled(), "the saved model would be opened in shards"
+    is_scalar = hasattr(hf, "score")
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = free_host_memory()
+    fits = 1.2 * size < free
+    auto = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):  # whatever is missing would be drawn
+        opened, info = auto.from_pretrained(
+            str(folder),
+            dtype="auto",
+            output_loading_info=True,
+            trust_remote_code=type(hf).__module__.startswith("transformers_modules"),
+            device_map=None if fits else "meta",
+        )
+    wrong = [f"{kind.removesuffix('_keys')} {_few(map(str, info[kind]))}" for kind in _WRONG_KEYS if info[kind]]
+    if type(opened).__name__ != type(hf).__name__:
+        wrong.append(f"it is a {type(opened).__name__} there, a {type(hf).__name__} was trained")
+    if wrong:
+        raise RunFailed(f"{folder}: plain transformers does not find the weights that were saved: {'; '.join(wrong)}")
+    if not fits:
+        gib = f"{size / 2**30:.0f} GiB, {free / 2**30:.0f} GiB of memory are free"
+        return f"the saved model ({gib}) was not run once more: its names and shapes alone were checked"
+    _ready(opened, "cpu", None)
+    seen = on_a_few_tokens((ScalarModel if is_scalar else LanguageModel)(opened), opened, "cpu")
+    exact = opened.dtype == torch.float32
+    scale = max(float(trained.std(correction=0)), float(trained.abs().mean()), 1e-6)
+    moved = float((seen - trained).abs().amax() if exact else (seen - trained).abs().mean()) / scale
+    if not moved <= (1e-4 if exact else 0.1):
+        raise RunFailed(
+            f"{folder}: plain transformers opens what was saved as another model: on five tokens its output is "
+            f"{moved:.1%} of its spread away from the trained model's"
+        )
+    return None
 
 
 def _from_pretrained(cls, path, dtype, zero3, attn_implementation, trust_remote_code, **kwargs):

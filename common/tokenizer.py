@@ -3,12 +3,13 @@
 The three training stages start with this, so that a prompt is the same tokens in all of them.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 from torch import nn
 
-from common import chat_format, models
+from common import adapters, chat_format, models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +29,39 @@ class Prepared:
     def pad_id(self) -> int:
         return self.tokenizer.pad_token_id
 
-    def fit(self, hf: nn.Module, zero3: dict | None) -> bool:
-        """Gives a model a row for every token and the same special tokens. True: embedding rows were added.
+    def fit(self, hf: nn.Module, zero3: dict | None, lora: adapters.Lora | None = None, seed: int = 0) -> list[str]:
+        """Gives a model a row for every token, the same special tokens, and adapters. What was done, for people.
 
         A critic or a reference of another size gets as many rows as the actor: Qwen2.5 7B has 128 more than 0.5B, and
         what lies beyond the tokenizer can be sampled all the same.
         """
+        done = []
+        old = hf.get_input_embeddings().num_embeddings
         rows = max(len(self.tokenizer), self.config.get_text_config().vocab_size)
-        grown = models.grow_embeddings(hf, rows, zero3)
+        if models.grow_embeddings(hf, rows, zero3):
+            done.append(f"embeddings: grown to {rows} rows, one for each token")
         models.set_special_tokens(hf, self.tokenizer, self.stop_ids)
-        return grown
+        if lora and lora.lora_r:
+            new = adapters.untrained_rows(hf, self._written(old))
+            done.append(adapters.add(hf, lora, seed, new))
+            if new:
+                done.append(f"tokens whose rows are trained: {self._named(new)}")
+        return done
+
+    def _written(self, known: int) -> list[int]:
+        """Tokens that a conversation has and ordinary words do not: the template's, those that end an answer, and those
+        from `known` on."""
+        turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+        ids = {*self.stop_ids, *range(known, len(self.tokenizer))}
+        for messages in (turns, [{"role": "system", "content": "Be brief."}, *turns]):
+            with contextlib.suppress(chat_format.RowError):  # a template without a system turn
+                ids |= set(chat_format.encode_conversation(self.tokenizer, messages)[0])
+        special = set(chat_format.marker_ids(self.tokenizer).values())
+        return sorted(i for i in ids if (i in special or i >= known) and i != self.pad_id)
+
+    def _named(self, ids: list[int]) -> str:
+        words = self.tokenizer.convert_ids_to_tokens(ids[:6])
+        return ", ".join(words) + (f" and {len(ids) - 6} more" if len(ids) > 6 else "")
 
 
 def prepare(

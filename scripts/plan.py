@@ -143,19 +143,8 @@ def look_around(args) -> Machine:
         ranks = ranks or len(seen) or 1
     if ranks % args.num_nodes:
         raise UserError(f"--num_gpus {ranks} cannot be spread evenly over --num_nodes {args.num_nodes}")
-    host = free_host_memory() if args.host_gb is None else args.host_gb * GIB
+    host = memory.free_host_memory() if args.host_gb is None else args.host_gb * GIB
     return Machine(ranks, ranks // args.num_nodes, gpu * GIB if gpu else None, host)
-
-
-def free_host_memory() -> float:
-    """What the kernel calls available, within the limit of a container if there is one."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip().isdigit():
-        used = int(limit.with_name("memory.current").read_text())
-        available = min(available, int(limit.read_text()) - used)
-    return available
 
 
 def disk_needs(stages: list[Stage], lineage) -> list[Disk]:

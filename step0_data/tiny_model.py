@@ -192,6 +192,8 @@ def write_model(folder: Path, seed: int, vocab_size: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from common import models
+
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=HIDDEN_SIZE,
@@ -213,3 +215,4 @@ def write_model(folder: Path, seed: int, vocab_size: int) -> None:
         model = LlamaForCausalLM(config)
     model.generation_config.do_sample = True  # what RL samples from; greedy decoding would hide it
     model.save_pretrained(folder)
+    models.check_saved(folder, model, models.on_a_few_tokens(models.LanguageModel(model), model, "cpu"))

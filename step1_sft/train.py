@@ -82,10 +82,8 @@ def main() -> None:
             attn_implementation=args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
         )
-        if text.fit(hf, zero3):
-            log.say(f"embeddings: grown to {len(text.tokenizer)} rows, one for each token")
-        if trained := adapters.add(hf, cli.pick(adapters.Lora, args), args.seed):
-            log.say(trained)
+        for line in text.fit(hf, zero3, cli.pick(adapters.Lora, args), args.seed):
+            log.say(line)
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
@@ -105,12 +103,12 @@ def main() -> None:
     record, _ = supervised.train(model, train, held_out, task, batches, run)
 
     # 5. A whole HF folder, and last of all stage.json.
-    state = model.state()
+    write = model.writer(text.tokenizer, log.say)
     if distributed.is_main():
         checkpoint.publish(
             run.path,
             "sft",
-            lambda staging: models.save_pretrained(model.module.hf, staging, state, text.tokenizer),
+            write,
             args=vars(args),
             seed=args.seed,
             parents=parents,

@@ -97,9 +97,8 @@ def main() -> None:
             fresh_head_std=models.fresh_reward_head_std,
             seed=args.seed,
         )
-        text.fit(model.hf, zero3)
-        if trained := adapters.add(model.hf, cli.pick(adapters.Lora, args), args.seed):
-            log.say(trained)
+        for line in text.fit(model.hf, zero3, cli.pick(adapters.Lora, args), args.seed):
+            log.say(line)
         log.say("scalar head: fresh" if fresh else "scalar head: as trained before")
         return model
 
@@ -133,14 +132,13 @@ def main() -> None:
     record, sums = supervised.train(model, train, held_out, task, batches, run)
 
     # 5. A whole HF folder with its statistics, and last of all stage.json.
-    state = model.state()
-
+    write_model = model.writer(text.tokenizer, log.say)
     mean = record["eval_mean_reward"]
     variance = sums["squares"] / (2 * len(held_out)) - mean**2
     stats = {"mean": mean, "std": max(0.0, variance) ** 0.5, "n": 2 * len(held_out), "data_hash": files.hash}
 
     def write(staging: Path) -> None:
-        models.save_pretrained(model.module.hf, staging, state, text.tokenizer)
+        write_model(staging)
         checkpoint.atomic_write_text(staging / "reward_stats.json", json.dumps(stats, indent=1) + "\n")
 
     if distributed.is_main():

@@ -249,10 +249,11 @@ def main() -> None:
         "trust_remote_code": args.trust_remote_code,
     }
 
-    def language_model(path):
+    def language_model(path, lora=None):
         def load(zero3):
             hf = models.load_causal_lm(path, dtype, zero3=zero3, **loading)
-            text.fit(hf, zero3)
+            for line in text.fit(hf, zero3, lora, args.seed):
+                log.say(f"{path}: {line}")
             return models.LanguageModel(hf)
 
         return load
@@ -275,21 +276,14 @@ def main() -> None:
     critic_lora_r = args.lora_r if args.critic_lora_r is None else args.critic_lora_r
     critic_lora = dataclasses.replace(actor_lora, lora_r=critic_lora_r)
 
-    def actor_model(zero3):
-        model = language_model(args.actor)(zero3)
-        if adapted := adapters.add(model.hf, actor_lora, args.seed):
-            log.say(f"actor: {adapted}")
-        return model
-
     def critic_model(zero3):
         model = scalar_model(args.critic, fresh_head_std=lambda width: 0.0)(zero3)
-        text.fit(model.hf, zero3)
-        if adapted := adapters.add(model.hf, critic_lora, args.seed):
-            log.say(f"critic: {adapted}")
+        for line in text.fit(model.hf, zero3, critic_lora, args.seed):
+            log.say(f"critic: {line}")
         return model
 
     actor = engine.TrainedModel(
-        actor_model,
+        language_model(args.actor, actor_lora),
         actor_optim,
         actor_engine,
         optimizer_steps,
@@ -368,12 +362,8 @@ def main() -> None:
 
     # 5. Whole HF folders; the actor's stage.json comes last and marks the run as finished.
     for role, model, stage in (("critic", critic, "rlhf-critic"), ("actor", actor, "rlhf-actor")):
-        state = model.state()
+        write = model.writer(text.tokenizer, log.say)
         if distributed.is_main():
-
-            def write(staging, model=model, state=state):
-                models.save_pretrained(model.module.hf, staging, state, text.tokenizer)
-
             checkpoint.publish(
                 run.path / role,
                 stage,

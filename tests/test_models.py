@@ -15,12 +15,14 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     Qwen2Config,
 )
 
 from common import models
-from common.errors import UserError
+from common.errors import RunFailed, UserError
 from common.models import LanguageModel, ScalarModel, load_causal_lm, load_scalar_model, load_tokenizer
 
 VOCAB, PAD = 61, 0
@@ -193,6 +195,58 @@ def test_saving_an_empty_or_a_lost_tensor_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "save_pretrained", lambda folder, state_dict: save_without_extra(folder, state_dict))
     with pytest.raises(AssertionError, match=r"model\.extra\.weight was not saved and no saved tensor equals it"):
         models.save_pretrained(hf, tmp_path / "b", lost, qwen_like())
+
+
+def renamed(hf, folder):
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.0.mlp.base_layer.up_proj"] = state.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def moved(hf, folder):
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"] *= 1.001
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def of_another_class(hf, folder):
+    MistralForCausalLM(MistralConfig(**hf.config.to_dict() | {"architectures": None})).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "damage, free, words",
+    [
+        (
+            renamed,
+            1e12,
+            r"missing model\.layers\.0\.mlp\.up_proj\.weight; unexpected model\.layers\.0\.mlp\.base_layer",
+        ),
+        (renamed, 1.0, r"missing model\.layers\.0\.mlp\.up_proj\.weight; unexpected model\.layers\.0\.mlp\.base_layer"),
+        (moved, 1e12, r"on five tokens its output is 0\.\d% of its spread away"),
+        (of_another_class, 1e12, "it is a MistralForCausalLM there, a LlamaForCausalLM was trained"),
+    ],
+)
+def test_a_saved_folder_that_plain_transformers_opens_as_another_model_is_an_error(
+    damage, free, words, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(models, "free_host_memory", lambda: free)
+    hf = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    trained = models.on_a_few_tokens(LanguageModel(hf), hf, "cpu")
+    models.save_pretrained(hf, tmp_path, hf.state_dict(), qwen_like())
+    unseen = models.check_saved(tmp_path, hf, trained)
+    assert unseen is None if free > 1 else "was not run once more: its names and shapes alone were checked" in unseen
+    damage(hf, tmp_path)
+    with pytest.raises(RunFailed, match=words):
+        models.check_saved(tmp_path, hf, trained)
+
+
+def test_a_model_of_nan_is_not_taken_for_what_was_trained(tmp_path):
+    hf = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    trained = models.on_a_few_tokens(LanguageModel(hf), hf, "cpu")
+    state = hf.state_dict() | {"model.norm.weight": torch.full_like(hf.model.norm.weight, torch.nan)}
+    models.save_pretrained(hf, tmp_path, state, qwen_like())
+    with pytest.raises(RunFailed, match="nan% of its spread"):
+        models.check_saved(tmp_path, hf, trained)
 
 
 def save_without_extra(folder, state):
