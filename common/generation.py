@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache, DynamicLayer
 
 from common.batches import pad_left
@@ -53,6 +53,50 @@ class Rollout:
 
 
 @torch.no_grad()
+def check_sampling(model: torch.nn.Module, exact: bool) -> None:
+    """Refuses a model that `generate` would sample wrongly or not at all, by trying it on a few tokens.
+
+    Rows of different length are read together, and go on repeated, reordered and dropped; each has to say what it says
+    alone, read at once and without a cache.
+
+    Args:
+        exact: the model computes in fp32; otherwise rounding is given some room.
+
+    Raises:
+        UserError: names the model's class and what is wrong.
+    """
+    name = f"{type(model).__name__} cannot be sampled from here"
+    if "cache" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{name}: it takes no key-value cache; wanted a causal language model that does")
+    device, vocabulary = model.device, model.config.get_text_config().vocab_size
+    texts = [[vocabulary * part // 11 for part in parts] for parts in ((1, 2, 3, 4, 5), (6, 7))]
+    was_training = model.training
+    model.eval()
+    try:
+        ids, mask = (x.to(device) for x in pad_left(texts, 0))
+        reader = Reader(model, 7)
+        reader(ids, mask.long(), position_ids_of(mask))
+        for rows, part in (([1, 0, 1], 8), ([2, 1], 9)):
+            texts = [[*texts[row], vocabulary * part // 11] for row in rows]
+            ids, mask = (x.to(device) for x in pad_left(texts, 0))
+            reader.keep(torch.tensor(rows, device=device))
+            seen = reader(ids[:, -1:], mask.long(), position_ids_of(mask)[:, -1:])
+        alone = [model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0, -1] for text in texts]
+    except Exception as error:  # whatever a family raises that keeps its past in another way
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{name}: decoding with its cache ends in {type(error).__name__}: {why}") from error
+    finally:
+        model.train(was_training)
+    wanted = torch.stack(alone).float().to(seen.device)
+    moved, spread = (seen.float() - wanted).abs().mean(), wanted.std(correction=0)
+    if not moved <= spread * (1e-3 if exact else 0.1):
+        raise UserError(
+            f"{name}: what it says token by token with its cache differs by {float(moved / spread):.1%} of the spread "
+            "from what it says to the whole text; wanted a causal language model whose cache is exact"
+        )
+
+
+@torch.no_grad()
 def generate(
     model: torch.nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -65,17 +109,13 @@ def generate(
     """Samples one response for each prompt with the native decode loop.
 
     Args:
-        model: a HF causal language model, whole on one device; its mode is restored afterwards.
+        model: a HF causal language model that `check_sampling` lets pass, whole on one device; its mode is restored.
         prompts: token ids, none empty. Equal prompts share one prefill.
         step, rows: with `params.seed`, the key of the noise; `rows` are global row numbers (default 0, 1, ...). A row's
             tokens depend on nothing else: not on the other rows, their order, padding or the batch size.
         batch_size: rows decoded at once; 0 for all.
 
-    Raises:
-        UserError: the model keeps no key-value cache.
     """
-    if "cache" not in inspect.signature(model.forward).parameters:
-        raise UserError(f"{type(model).__name__} takes no key-value cache, so it cannot be sampled from here")
     device = next(model.parameters()).device
     rows = list(range(len(prompts)) if rows is None else rows)
     noise = uniform_noise(params.seed, step, rows, params.max_new_tokens).to(device)
@@ -219,18 +259,69 @@ def _cache_for(model: torch.nn.Module, capacity: int) -> Cache:
     return cache
 
 
+class Reader:
+    """A causal language model with the keys, values and states of what it has read: it goes on from there.
+
+    Args:
+        capacity: tokens a row can have at most.
+    """
+
+    def __init__(self, model: torch.nn.Module, capacity: int):
+        self.model, self.cache = model, _cache_for(model, capacity)
+        self.gives_mask, self.gives_it_later = True, _masks_each_token(model)
+
+    def __call__(self, ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of the last position, (B, V).
+
+        Args:
+            ids: (B, n) the next tokens of each row.
+            attention_mask: (B, all tokens read so far and these).
+            position_ids: (B, n).
+        """
+        output = self.model(
+            input_ids=ids,
+            attention_mask=attention_mask if self.gives_mask else None,
+            position_ids=position_ids,
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.gives_mask = self.gives_it_later
+        return output.logits[:, -1]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Goes on with these rows, in this order; a row may be named more than once."""
+        # Not `batch_select_indices`: recurrent layers lack it, or have one that leaves their states as they are.
+        self.cache.reorder_cache(rows)
+
+
+def _masks_each_token(model: torch.nn.Module) -> bool:
+    """Whether the attention mask is given with each new token too, as the model's own generation would have it.
+
+    Recurrent models read every column of it as a token of this forward.
+    """
+    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
+    if prepare in (None, GenerationMixin.prepare_inputs_for_generation):
+        return True
+    ids = torch.ones(1, 2, dtype=torch.long)
+    inputs = model.prepare_inputs_for_generation(
+        ids, next_sequence_length=1, attention_mask=ids, use_cache=True, is_first_iteration=False
+    )
+    return inputs.get("attention_mask") is not None
+
+
 def _decode(model, prompts: list, noise: torch.Tensor, params: SamplingParams):
     """Prefill and decode of one batch. Returns response, mask, logprobs (rows, steps run) and truncated (rows,)."""
     device, limit = noise.device, params.max_new_tokens
     unique = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
     ids, prompt_mask = (x.to(device) for x in pad_left(unique, params.pad_id))
     width = ids.shape[1]
-    cache = _cache_for(model, width + limit)
-    logits = _forward(model, ids, prompt_mask.long(), position_ids_of(prompt_mask), cache)
+    reader = Reader(model, width + limit)
+    logits = reader(ids, prompt_mask.long(), position_ids_of(prompt_mask))
     if len(unique) < len(prompts):
         index = {prompt: i for i, prompt in enumerate(unique)}
         expand = torch.tensor([index[tuple(prompt)] for prompt in prompts], device=device)
-        cache.batch_select_indices(expand)
+        reader.keep(expand)
         logits, prompt_mask = logits[expand], prompt_mask[expand]
 
     rows = len(prompts)
@@ -258,27 +349,14 @@ def _decode(model, prompts: list, noise: torch.Tensor, params: SamplingParams):
             break
         if num_stopped >= _COMPACT_SHARE * len(alive):
             keep = (~stopped).nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
+            reader.keep(keep)
             alive, attention, position, tokens, stopped = (
                 x[keep] for x in (alive, attention, position, tokens, stopped)
             )
-        logits = _forward(model, tokens[:, None], attention[:, : width + t + 1], position[:, None], cache)
+        logits = reader(tokens[:, None], attention[:, : width + t + 1], position[:, None])
         position = position + 1
     mask = torch.arange(t + 1, device=device) < lengths[:, None]
     return response[:, : t + 1].where(mask, params.pad_id), mask, logprobs[:, : t + 1].where(mask, 0.0), truncated
-
-
-def _forward(model, ids, attention_mask, position_ids, cache) -> torch.Tensor:
-    """Logits of the last position, (B, V)."""
-    output = model(
-        input_ids=ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        cache=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
 
 
 def _truncate(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

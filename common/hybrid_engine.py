@@ -15,7 +15,7 @@ import torch
 
 from common import adapters, distributed
 from common.engine import TrainedModel
-from common.generation import Rollout, SamplingParams, generate, generate_with
+from common.generation import Rollout, SamplingParams, check_sampling, generate, generate_with
 
 # Weights gathered at once while a ZeRO-3 model is copied: what a rank holds besides the copy itself.
 _GATHER_ELEMENTS = 200_000_000
@@ -62,11 +62,16 @@ class RolloutEngine:
         backend: "native" or "hybrid"; the latter was built with `hybrid_engine_tokens` and is dropped for native when
             `check_parity` fails.
         batch_size: rows decoded at once per rank; 0 for all.
+
+    Raises:
+        UserError: the model cannot be sampled from.
     """
 
     def __init__(self, trained: TrainedModel, backend: str, batch_size: int, device: torch.device):
         self.trained, self.backend, self.batch_size, self.device = trained, backend, batch_size, device
         self._replica = _empty_copy(trained.module.hf, device) if trained.zero_stage == 3 else None
+        with self.weights() as model:
+            check_sampling(model, exact=trained.dtype == "fp32")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, step: int, rows: Sequence[int]
@@ -147,6 +152,8 @@ def _empty_copy(sharded: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     copy.tie_weights()
     adapters.add_like(copy, sharded)
     copy.eval().requires_grad_(False)
+    for name, buffer in sharded.named_buffers():  # never sharded; some come with the weights, as a router's bias does
+        copy.get_buffer(name).copy_(buffer)
     for parameter in copy.parameters():
         parameter.data = torch.empty(0, dtype=dtype, device=device)
     return copy

@@ -12,7 +12,7 @@ import torch
 from common import chat_format, models, tensor_ops
 from common.batches import pad_left, pad_right
 from common.errors import UserError
-from common.generation import SamplingParams, generate
+from common.generation import SamplingParams, check_sampling, generate
 
 
 class Answerer:
@@ -23,6 +23,8 @@ class Answerer:
         self.tokenizer = models.load_tokenizer(path, load_flags.get("trust_remote_code", False))
         self.template = chat_format.ensure_template(self.tokenizer, chat_template)  # in words
         self.hf = models.load_causal_lm(path, dtype, device=device, **load_flags)
+        models.check_reading(models.LanguageModel(self.hf), self.hf, device, exact=dtype == "fp32")
+        check_sampling(self.hf, exact=dtype == "fp32")
         self.stop_ids = chat_format.stop_ids(self.tokenizer, self.hf.generation_config.eos_token_id)
 
     def sample(
@@ -88,6 +90,7 @@ class RewardModel:
         self.tokenizer = models.load_tokenizer(path, load_flags.get("trust_remote_code", False))
         chat_format.ensure_template(self.tokenizer, chat_template)
         self.model, _ = models.load_scalar_model(path, dtype, device=device, **load_flags)
+        models.check_reading(self.model, self.model.hf, device, exact=dtype == "fp32")
         self.batch_size, self.device = batch_size, device
 
     def __call__(self, answers: list[dict]) -> list[float]:

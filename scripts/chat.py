@@ -247,16 +247,19 @@ def stream(model, prompt_ids: list[int], params, number: int) -> tuple[str, list
 def sampled_tokens(model, prompt_ids: list[int], params, number: int) -> Iterator[int]:
     """The tokens that `common.generation.generate` samples at step `number` for row 0, one by one as they are drawn."""
     import torch
-    from transformers import DynamicCache
 
-    from common.generation import choose, uniform_noise
+    from common.generation import Reader, choose, uniform_noise
 
     noise = uniform_noise(params.seed, number, [0], params.max_new_tokens).to(model.device)
-    ids, cache = torch.tensor([prompt_ids], device=model.device), DynamicCache(config=model.hf.config)
+    reader = Reader(model.hf, len(prompt_ids) + params.max_new_tokens)
+    ids = torch.tensor([prompt_ids], device=model.device)
+    seen = torch.ones(1, len(prompt_ids) + params.max_new_tokens, dtype=torch.long, device=model.device)
+    positions = torch.arange(seen.shape[1], device=model.device)[None]
     for t in range(params.max_new_tokens):
+        end = len(prompt_ids) + t
         with torch.no_grad():
-            logits = model.hf(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
-        token, _ = choose(logits[:, -1].to(model.device), noise[:, t], params)
+            logits = reader(ids, seen[:, :end], positions[:, end - ids.shape[1] : end])
+        token, _ = choose(logits.to(model.device), noise[:, t], params)
         yield int(token)
         if int(token) in params.stop_ids:
             return
