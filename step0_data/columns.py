@@ -25,6 +25,7 @@ WORDS = tuple(
 )
 _ALSO = {"system_prompt": "system"}  # OpenOrca's name
 _ONLY_LISTS = ("history", "human_answers", LOSS_MASK, *LISTS, *SCORES)
+_OF_OBJECTS = ("prompt", "chosen", *REJECTED, "completion", "messages", "conversations", *TOOLS)
 _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 
 # Columns whose emptiness means "this row is of another form"; an empty `chosen` or `output` is a bad row instead.
@@ -60,13 +61,26 @@ def says(value) -> bool:
     return not _is_null(value) and value not in ("", [], {})
 
 
+class TableRow(dict):
+    """A row of parquet or arrow, where an object has the names that objects of other rows have, filled with null."""
+
+
+def _unfilled(value):
+    """Without the names that say nothing."""
+    if isinstance(value, dict):
+        return {name: _unfilled(it) for name, it in value.items() if it is not None}
+    return [_unfilled(it) for it in value] if isinstance(value, list) else value
+
+
 class Cells(dict):
     """One row that remembers what was read of it, so that the ledger can name the rest."""
 
-    def __init__(self, row: dict):
+    def __init__(self, row: dict, of_a_table: bool = False):
         # Lists that stand in cells as JSON text, where a column can be nothing but a list.
-        lists = {name: found for name in _ONLY_LISTS if isinstance(found := as_list(row.get(name)), list)}
-        super().__init__(row | lists)
+        read = {name: found for name in _ONLY_LISTS if isinstance(found := as_list(row.get(name)), list)}
+        if of_a_table:
+            read |= {name: _unfilled(row[name]) for name in _OF_OBJECTS if name in row}
+        super().__init__(row | read)
         self._source, self.taken, self._read, self._left = row, set(), set(), {}
 
     def take(self, column: str, *more: str):
@@ -81,7 +95,7 @@ class Cells(dict):
 
     def leave_out(self, names) -> None:
         """What nothing keeps: columns of one of several answers, say."""
-        self._left |= dict.fromkeys(str(name) for name in names if says(self.get(name, True)))
+        self._left |= dict.fromkeys(names)
 
     def said(self) -> dict:
         """What the record of this row says of its columns: `extra`, `read`, `unread`."""
@@ -91,7 +105,7 @@ class Cells(dict):
             for item in cell if isinstance(cell, list) else ():
                 if isinstance(item, dict) and ("role" in item or "from" in item):
                     self.leave_out(f"{column}.{key}" for key, it in item.items() if key not in KEYS and says(it))
-        unread = tuple(sorted(name for name in self._left if name not in self.taken))
+        unread = tuple(str(name) for name in self._left if name not in self.taken and says(self.get(name, True)))
         return {"extra": extra, "read": frozenset(self._read), "unread": unread}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import UserError
+from step0_data.columns import mapping
 from step0_data.turns import ROLES
 
 _OURS = {"prompt": "instruction", "query": "input", "response": "output"}  # other columns have the same names
@@ -28,8 +29,8 @@ _TAGS = {
 }
 
 
-def look_up(file: str, datasets: Sequence[str], columns: list[str] | None) -> tuple[list[str], list[str] | None]:
-    """(sources, words of `--columns`) with the names of that file worked in; `columns` wins.
+def look_up(file: str, datasets: Sequence[str], columns: list[str] | None) -> list[str]:
+    """The sources, with the names of that file and their columns worked in; `columns`, of `--columns`, wins.
 
     Raises:
         UserError: the file cannot be read, has no such entry, or has one that cannot be followed.
@@ -41,25 +42,21 @@ def look_up(file: str, datasets: Sequence[str], columns: list[str] | None) -> tu
         raise UserError(f"--dataset_info {file}: cannot be read ({error}); give LLaMA-Factory's file") from error
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise UserError(f"--dataset_info {file}: wanted an object with an entry for each data set")
-    sources, found = [], {}
+    sources = []
     for typed in datasets:
         name, at, rest = typed.partition("@")
         if name in entries:
             _check(name, entries[name])
-            sources.append(_source(path.parent, name, entries[name]) + at + rest)
-            found[name] = _columns(name, entries[name])
+            own = mapping(_columns(name, entries[name]))
+            words = [f"{ours}={theirs}" for ours, theirs in (own | mapping(columns)).items()] if own else []
+            source = _source(path.parent, name, entries[name])
+            sources.append(source + (":" + ",".join(words) if words else "") + at + rest)
         elif "/" in name or Path(name).expanduser().exists():
             sources.append(typed)
-            found[name] = []
         else:
             near = difflib.get_close_matches(name, entries, 1) or list(entries)[:5]
             raise UserError(f"{name}: no entry of {file}, and no file; the nearest there: {', '.join(near)}")
-    first = next(iter(found), None)
-    for name, words in found.items():
-        if words != found[first]:
-            these = f"{first}: {' '.join(found[first]) or 'none'}; {name}: {' '.join(words) or 'none'}"
-            raise UserError(f"--dataset_info: the data sets need different --columns ({these}); prepare them apart")
-    return sources, [*found.get(first, ()), *(columns or ())] or None
+    return sources
 
 
 def _check(name: str, entry: dict) -> None:

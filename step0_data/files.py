@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 from common.data import rows_of
 from common.errors import UserError
 from step0_data import shapes
+from step0_data.columns import TableRow
 from step0_data.turns import JSON, BadRow, Twice
 from step0_data.turns import kind as kind_of
 
@@ -424,13 +425,13 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
                 continue
             for value in values:
                 number += 1
-                yield Row(f"{place} row {number}", value)
+                yield Row(f"{place} row {number}", TableRow(value))
 
 
 def _table_row(row) -> tuple[object, bytes | str | None]:
     """A row, or what is wrong with it and the cell (the row, where it is not known which cell)."""
     try:
-        return rows_of(row)[0], None
+        return TableRow(rows_of(row)[0]), None
     except UnicodeDecodeError as error:
         return _undecodable(error.object), error.object
     except UserError:

@@ -22,6 +22,7 @@ from step0_data.columns import (
     TOOLS,
     WORDS,
     Cells,
+    TableRow,
     has,
     in_our_names,
     refuse_media,
@@ -69,12 +70,13 @@ def convert(row: dict, form_name: str | None = None, names: dict[str, str] | Non
     """
     if not isinstance(row, dict):
         raise BadRow(f"a row is {kind(row)}, not an object with named columns", "wanted one object a row")
-    row = Cells(in_our_names(row, names or {}))
+    row = Cells(in_our_names(row, names or {}), of_a_table=isinstance(row, TableRow))
     refuse_media(row)
     form = recognise(row, form_name)
     record = form.convert(row)
     if record.text is None:
         record = replace(record, tools=_tools(row))
+        row.leave_out(name for name in ("prompt", "tools") if name in row)  # these names are the record's own
     record = replace(record, **row.said())
     for part in (record.prompt, record.answer, record.rejected):
         for message in part or ():
@@ -94,7 +96,7 @@ def recognise(row: dict, form_name: str | None = None) -> Form:
         _check_certain(row, form.name)
     if form:
         return form
-    if row and not any(map(says, row.values())):
+    if len(row) > 1 and all(kind(value) in ("null", "empty") for value in row.values()):
         raise BadRow("the row is blank: all its cells are empty", "remove it")
     if form_name:
         wanted = next(form.columns for form in FORMS if form.name == form_name)
@@ -220,6 +222,8 @@ def _conversation(row: Cells) -> Record:
     if messages and messages[-1]["role"] != "assistant":
         way_out = "end it with the assistant's answer; where it is a prompt only, say --columns prompt=" + column
         raise BadRow(f"{column} ends with a {messages[-1]['role']} turn", way_out)
+    if [turn["role"] for turn in messages[-2:]] == ["assistant"] * 2:
+        raise BadRow(f"{column} ends with two answers in a row", "join them into one turn or remove one")
     check_prompt(messages[:-1])
     check_answer(messages[-1:], column)
     if row.get("prompt") in [turn["content"] for turn in messages if turn["role"] == "user"]:

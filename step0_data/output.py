@@ -148,6 +148,10 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
             lines.append(f"  {extra:>6} written again by the weight @{entry['weight']:g}")
         if entry["duplicates"]:
             lines.append(f"  {entry['duplicates']:>6} repeat an earlier row")
+        if entry["with_tools"]:
+            lines.append(f"  {entry['with_tools']:>6} have definitions of tools, for the chat template")
+        if entry["with_weights"]:
+            lines.append(f"  {entry['with_weights']:>6} have answers of weight 0: context, not trained")
         not_kept, unread = entry["not_kept"], entry["unread"]
         if not any(it.startswith("prompts/") for it in entry["used"]):
             not_kept, unread = [], [*not_kept, *unread]

@@ -28,7 +28,7 @@ def parse_args(argv=None):
     aliases = {"--dataset_name": "--dataset", "--data_path": "--dataset", "--data": "--dataset", "--data_split": "--split", "--max_samples": "--max_rows"}
     parser = cli.Parser(__doc__, aliases=aliases)
     group = parser.add_argument_group("source")
-    group.add_argument("--dataset", nargs="+", default=None, metavar="SOURCE", help="tiny (English), tiny_zh (Chinese) or both; or files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT]); each may end in a weight: @0.3 keeps that share of its prompts, @2 writes its training rows twice; default: tiny")
+    group.add_argument("--dataset", nargs="+", default=None, metavar="SOURCE", help="tiny (English), tiny_zh (Chinese) or both; or files, folders or hub names (NAME[:CONFIG or FOLDER][@SPLIT]); each may have columns of its own, such as FILE:prompt=question,chosen=good, and end in a weight: @0.3 keeps that share of its prompts, @2 writes its training rows twice; default: tiny")
     group.add_argument("--sft_dataset", nargs="+", default=[], metavar="SOURCE", help="sources for step 1 only, beside --dataset or in its place")
     group.add_argument("--preference_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 2")
     group.add_argument("--prompts_dataset", nargs="+", default=[], metavar="SOURCE", help="the same for step 3")
@@ -37,7 +37,7 @@ def parse_args(argv=None):
     group.add_argument("--data_dir", default=None, metavar="FOLDER", help="a folder inside the source, such as harmless-base of Anthropic/hh-rlhf; default: all of it")
     group.add_argument("--max_rows", type=cli.natural, default=0, help="use the first N rows of each source, of its train and its test part each (tiny: of each file written); 0: all")
     group.add_argument("--format", default=None, choices=[form.name for form in formats.FORMS], help="the form of all rows; default: recognised row by row from the columns")
-    group.add_argument("--columns", nargs="+", type=_columns, default=None, metavar="OURS=THEIRS", help="names of columns, before the form is looked for, such as prompt=question chosen=good rejected=bad; a column of our name is replaced")
+    group.add_argument("--columns", nargs="+", type=_columns, default=None, metavar="OURS=THEIRS", help="names of columns, before the form is looked for, such as prompt=question chosen=good rejected=bad; a column of our name is replaced; not of sources that have columns of their own")
     group.add_argument("--on_bad_row", default="stop", choices=["stop", "skip"], help="a row that cannot be used: stop naming it, or count it and set it aside in rejected.jsonl")
     cli.add_switch(group, "--drop_duplicates", False, "set aside rows that repeat an earlier one; they are counted either way")
     group = parser.add_argument_group("who gets which row (files and hub; the tiny set has its own split)")
@@ -59,9 +59,7 @@ def parse_args(argv=None):
         args.dataset = [] if any(_own(args).values()) else ["tiny"]
     if args.dataset_info:
         lists = [args.dataset, *_own(args).values()]
-        found, args.columns = dataset_info.look_up(
-            args.dataset_info, [name for it in lists for name in it], args.columns
-        )
+        found = dataset_info.look_up(args.dataset_info, [name for it in lists for name in it], args.columns)
         for names in lists:
             names[:], found = found[: len(names)], found[len(names) :]
     return args

@@ -195,7 +195,8 @@ def _turns(stage: str, row: dict) -> Pieces:
             pieces += [(f"\n[{name}] ", False), (str(value), stage == "pretrain")]
             continue
         for message in value:
-            is_trained = name in ("chosen", "rejected") or (stage == "sft" and message["role"] == "assistant")
+            is_answer = message["role"] == "assistant" and message.get("weight") != 0
+            is_trained = name in ("chosen", "rejected") or (stage == "sft" and is_answer)
             pieces += [(f"\n[{name}] {message['role']}: ", False), (message["content"], is_trained)]
         if stage == "prompts" and name == "prompt":
             pieces += [("\n[sampled] assistant: ", False), ("", True)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from common.errors import UserError
 from common.metrics import printable
 from step0_data import shapes
+from step0_data.columns import mapping, pair_of_names
 from step0_data.files import SUFFIXES, Row, is_unicode, read_file, suffix, table_rows
 
 _NOT_DATA = {  # describe the data beside them, or a model
@@ -25,6 +26,7 @@ _NOT_DATA = {  # describe the data beside them, or a model
 _LARGEST_DESCRIPTION = 4 << 20  # bytes
 _HUB_NAME = re.compile(r"^([\w.-]+(?:/[\w.-]+)?)(?::([\w.-]+(?:/[\w.-]+)*))?(?:@([\w.-]+))?$")
 _WEIGHT = re.compile(r"^(.+)@(\d+(?:\.\d*)?|\.\d+)$")
+_COLUMNS = re.compile(r":(?=\w+=)")
 _PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"), "eval"),
@@ -45,8 +47,9 @@ class Plan:
     """What is read of one source: its files with their parts, or None for the hub, whose splits are known later."""
 
     source: str  # as it was typed
-    name: str  # without the weight
+    name: str  # without the weight and the columns
     weight: float
+    columns: dict[str, str] | None  # {our name: theirs} of this source alone; None: what `--columns` says
     stage: str | None  # the only stage it feeds; None: any
     files: dict[Path, str | None] | None  # file: "train", "eval", or None where the rows are still to be dealt out
     left_out: tuple[str, ...] = ()  # files of it that are neither train nor test
@@ -60,10 +63,10 @@ def plan(sources: Sequence[str], stage: str | None = None) -> list[Plan]:
     are neither are left out, as `datasets` leaves them out.
 
     Raises:
-        UserError: as `resolve`, or a weight of 0.
+        UserError: as `resolve` and `parts_of`.
     """
-    weighted = [weight_of(source) for source in sources]
-    found = [(source, path_of(source), resolve(source)) for source, _ in weighted]
+    weighted = [parts_of(source) for source in sources]
+    found = [(source, path_of(source), resolve(source)) for source, *_ in weighted]
     named = [{file: _part_of_file(file, path) for file in files or ()} for _, path, files in found]
     together: dict[tuple, set] = {}  # parts by folder
     folders = [(path, True) if path.is_dir() else (path.parent, False) for _, path, _ in found]
@@ -84,6 +87,23 @@ def plan(sources: Sequence[str], stage: str | None = None) -> list[Plan]:
 def _beside(path: Path, files: list[Path] | None) -> list[Path]:
     """What lies in a folder beside the data files."""
     return sorted(set(_files_in(path)) - set(files)) if files and path.is_dir() else []
+
+
+def parts_of(source: str) -> tuple[str, float, dict[str, str] | None]:
+    """`PATH:prompt=question,chosen=good@0.3` as (what is in front, the weight, {our column: theirs}).
+
+    Raises:
+        UserError: as `weight_of`, or words that are none of `--columns`.
+    """
+    name, weight = weight_of(source)
+    cuts = [it.start() for it in _COLUMNS.finditer(name)]
+    if not cuts or path_of(name).exists():
+        return name, weight, None
+    cut = next((cut for cut in cuts if path_of(name[:cut]).exists()), cuts[0])
+    try:
+        return name[:cut], weight, mapping([pair_of_names(word) for word in name[cut + 1 :].split(",")])
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
 
 
 def weight_of(source: str) -> tuple[str, float]:
@@ -125,17 +145,17 @@ def inside(sources: Sequence[str], folder: str | None) -> list[str]:
         return list(sources)
     if len(sources) != 1:
         raise UserError(f"--data_dir {folder} is of one source, {len(sources)} are given; write each as NAME:FOLDER")
-    source, _ = weight_of(sources[0])
-    path, weight = path_of(source), sources[0].removeprefix(source)
+    source, *_ = parts_of(sources[0])
+    path, rest = path_of(source), sources[0].removeprefix(source)
     if path.is_dir():
         if not (path / folder).exists():
             there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folder"
             raise UserError(f"--data_dir {folder}: not in {path}, which has {there}")
-        return [f"{path / folder}{weight}"]
+        return [f"{path / folder}{rest}"]
     name = _HUB_NAME.match(source)
     if path.is_file() or not name or name[2]:
         raise UserError(f"--data_dir {folder}: {source} is no folder and no plain hub name; leave --data_dir out")
-    return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "") + weight]
+    return [f"{name[1]}:{folder}" + (f"@{name[3]}" if name[3] else "") + rest]
 
 
 def path_of(source: str) -> Path:

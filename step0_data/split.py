@@ -8,6 +8,7 @@ Where a source has a train and a test part of its own, these take the place of t
 read first: a train row that shares its opening with one of them is set aside.
 """
 
+import functools
 import hashlib
 import json
 import marshal
@@ -71,9 +72,14 @@ class Account:
     duplicates: int = 0
     not_kept: dict[str, None] = field(default_factory=dict)  # further columns of rows of a stage that has none
     unread: dict[str, None] = field(default_factory=dict)  # what no stage keeps
+    with_tools: int = 0  # rows used that have definitions of tools
+    with_weights: int = 0  # and SFT rows with answers that are not trained
 
     def use(self, stage: str, part: str, record: formats.Record) -> None:
         self.used[f"{stage}/{part}"] += 1
+        self.with_tools += record.tools is not None
+        if stage == "sft":
+            self.with_weights += any("weight" in turn for turn in record.prompt + record.answer)
         if stage != "prompts" and record.extra and len(self.not_kept) < _COLUMNS:
             said = [name for name, value in record.extra.items() if says(value) and name not in record.read]
             self.not_kept.update(dict.fromkeys(said))
@@ -102,6 +108,8 @@ class Account:
             "duplicates": self.duplicates,
             "not_kept": list(self.not_kept),
             "unread": list(self.unread),
+            "with_tools": self.with_tools,
+            "with_weights": self.with_weights,
             "own_split": self.own_split,
             "left_out": self.left_out,
             "not_data": self.not_data,
@@ -167,9 +175,10 @@ def collect(
         account.files = [{"file": f, "sha256": h, "rows": 0} for f, h in (inputs[plan.source] or {}).items()]
         accounts.append(account)
         files = account.files or [{} for _ in pieces]
-        work += [(account, file, piece) for file, piece in zip(files, pieces, strict=True)]
+        own = convert if plan.columns is None else functools.partial(convert, names=plan.columns)
+        work += [(account, own, file, piece) for file, piece in zip(files, pieces, strict=True)]
     taken = Counter()  # rows by source and part
-    for account, file, piece in sorted(work, key=lambda it: it[2].part != "eval"):
+    for account, own, file, piece in sorted(work, key=lambda it: it[3].part != "eval"):
         here = rule if account.stage is None else replace(rule, shares=(1.0, 1.0, 1.0), stages=(account.stage,))
         for row in piece.rows:
             if max_rows and taken[id(account), piece.part] == max_rows:
@@ -178,7 +187,7 @@ def collect(
             account.rows += 1
             file["rows"] = file.get("rows", 0) + 1
             try:
-                form, record, key, stage, extra = _understood(row, convert, here)
+                form, record, key, stage, extra = _understood(row, own, here)
             except formats.BadRow as bad:
                 reason, fix = _one_line(bad.reason), _one_line(bad.fix, 2000)
                 if not skip_bad:
@@ -327,8 +336,7 @@ def output_row(record: formats.Record, stage: str) -> dict:
     if stage == "preference":
         row = {"prompt": prompt, "chosen": record.answer, "rejected": record.rejected, **tools}
         return row if record.margin is None else row | {"margin": record.margin}
-    extra = {name: value for name, value in record.extra.items() if name not in ("prompt", *tools)}
-    return {"prompt": prompt, **tools, **extra}
+    return {"prompt": prompt, **tools, **record.extra}
 
 
 class Coin:

@@ -322,7 +322,7 @@ def check_prompt(prompt: list[dict] | None) -> None:
             who = "answer" if turn["role"] == "assistant" else "user turn"
             raise BadRow(f"an empty {who} stands before the last turn", f"give turn {number} a text or remove the row")
     if roles[-1] == "assistant":
-        raise BadRow("two answers stand in a row at the end, or the prompt ends with an answer", "join or remove one")
+        raise BadRow("the prompt ends with an assistant turn", "end it with the user's or a tool's turn")
 
 
 def check_answer(answer: list[dict], column: str) -> None:

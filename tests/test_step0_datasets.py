@@ -178,6 +178,70 @@ TABLE = {
         {"prompt": Q, "answer": "so it is\n#### 72"},
     ),
     "prompt": ("prompt", True, {"prompt": Q_TEXT, "ground_truth": "4"}, "prompts", {"prompt": Q, "ground_truth": "4"}),
+    "messages in cells of text": (
+        "preference",
+        True,
+        {name: json.dumps(messages, ensure_ascii=False) for name, messages in PAIR.items()},
+        "preference",
+        PAIR,
+    ),
+    "a conversation in a cell of text": (
+        "messages",
+        True,
+        {"messages": json.dumps(Q + A), "source": "x"},
+        "sft",
+        {"messages": Q + A},
+    ),
+    "scores beside a pair": (
+        "preference",
+        True,
+        {"input": Q_TEXT, "chosen": A_TEXT, "rejected": B_TEXT, "chosen_score": 9, "rejected_score": 2.5},
+        "preference",
+        PAIR | {"margin": 6.5},
+    ),
+    "an answer that is not trained": (
+        "messages",
+        False,
+        {"messages": [*Q, B[0] | {"weight": 0}, *Q, A[0] | {"weight": 1}]},
+        "sft",
+        {"messages": [it | {"weight": w} for it, w in zip(Q + B + Q + A, (None, 0, None, None), strict=True)]},
+    ),
+    "the same of a prompt": (
+        "preference",
+        False,
+        {"prompt": [*Q, B[0] | {"train": False}, *Q], "chosen": A, "rejected": B},
+        "preference",
+        PAIR | {"prompt": Q + B + Q},
+    ),
+    "a greeting": ("messages", False, {"messages": B + Q + A}, "sft", {"messages": B + Q + A}),
+    "tools": (
+        "messages",
+        False,
+        {"messages": Q + A, "tools": [{"name": "f", "parameters": {"properties": {"名": {"type": "string"}}}}]},
+        "sft",
+        {"messages": Q + A, "tools": '[{"name": "f", "parameters": {"properties": {"名": {"type": "string"}}}}]'},
+    ),
+    "tools of a prompt": (
+        "prompt",
+        True,
+        {"prompt": Q_TEXT, "tools": '[{"name": "f"}]', "unit": "m"},
+        "prompts",
+        {"prompt": Q, "tools": '[{"name": "f"}]', "unit": "m"},
+    ),
+    "an input and no instruction": (
+        "alpaca",
+        True,
+        {"instruction": "", "input": Q_TEXT, "output": A_TEXT},
+        "sft",
+        {"messages": Q + A},
+    ),
+    "a solution and a short answer": (
+        "question",
+        True,
+        {"problem": Q_TEXT, "answer": "6", "solution": A_TEXT},
+        "sft",
+        {"messages": Q + A},
+    ),
     "text": ("text", True, {"text": " 从前……\n\n"}, "pretrain", {"text": " 从前……\n\n"}),
 }  # fmt: skip
 
@@ -462,6 +526,41 @@ def test_columns_by_flag(tmp_path, monkeypatch, capsys):
     assert rows_of(out, "preference") == [pair("Q", "A", "B")]
 
 
+def test_columns_of_one_source_alone(tmp_path, monkeypatch, capsys):
+    one = write(tmp_path / "one.csv", [{"问题": "Q1", "好": "A", "坏": "B"}])
+    two = write(tmp_path / "two.jsonl", [{"frage": "Q2", "gut": "A", "schlecht": "B"}])
+    three = write(tmp_path / "three.jsonl", [{"prompt": "Q3", "chosen": "A", "rejected": "B"}])
+    words = ["--stages", "preference", "--eval_fraction", 0, "--output_dir", tmp_path / "data", "--dataset"]
+    own = f"{two}:prompt=frage,chosen=gut,rejected=schlecht@2"
+    assert run(monkeypatch, *words, f"{one}:prompt=问题,chosen=好,rejected=坏", own, three) == 0
+    found = sorted(row["prompt"][0]["content"] for row in rows_of(tmp_path / "data", "preference"))
+    assert found == ["Q1", "Q2", "Q2", "Q3"]
+    capsys.readouterr()
+    for source, message in (
+        (f"{one}:promt=x", "'promt' in 'promt=x' is none of our columns"),
+        (f"{one}:prompt=x,", "'' is not OURS=THEIRS"),
+        (f"{one}:prompt=題", "there is no column 題, which --columns calls prompt; columns seen: 问题"),
+        (f"{tmp_path}/no.csv:prompt=x", "no.csv: no such file"),
+    ):
+        assert run(monkeypatch, *words, source, "--overwrite") == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_the_ledger_counts_tools_and_answers_that_are_not_trained(tmp_path, monkeypatch, capsys):
+    rows = [
+        {"messages": Q + A, "tools": '[{"name": "f"}]'},
+        {"messages": [*Q, B[0] | {"loss": 0}, *Q, *A], "tools": ""},
+    ]
+    words = ["--dataset", write(tmp_path / "a.jsonl", rows), "--eval_fraction", 0, "--output_dir", tmp_path / "data"]
+    assert run(monkeypatch, *words) == 0
+    entry, printed = ledger(tmp_path / "data"), capsys.readouterr().out
+    assert (entry["with_tools"], entry["with_weights"], entry["unread"]) == (1, 1, [])
+    assert "1 have definitions of tools" in printed and "1 have answers of weight 0: context, not trained" in printed
+    page = (tmp_path / "data/preview.md").read_text()
+    assert f"assistant: {B_TEXT}\n" in page and f"assistant: ⟦{A_TEXT}⟧" in page
+
+
 def test_flags_of_forms_are_not_for_the_tiny_set(tmp_path, monkeypatch, capsys):
     for words in (["--format", "text"], ["--columns", "text=x"]):
         assert run(monkeypatch, *words, "--output_dir", tmp_path / "data") == 2
@@ -592,8 +691,15 @@ def test_an_entry_of_llama_factorys_registry_is_a_source(info, name, form, stage
 
 
 def test_entries_on_the_hub_become_hub_names(info):
-    sources, words = dataset_info.look_up(str(info), ["hub", "folder@0.5", "other/set"], ["text=x"])
-    assert sources == ["some/set:zh@test", "some/set:data/zh@0.5", "other/set"] and words == ["text=x"]
+    sources = dataset_info.look_up(str(info), ["hub", "folder@0.5", "other/set"], ["text=x"])
+    assert sources == ["some/set:zh@test", "some/set:data/zh@0.5", "other/set"]
+
+
+def test_entries_with_columns_of_their_own_stand_side_by_side(info, tmp_path, monkeypatch):
+    words = ["--dataset_info", info, "--dataset", "plain", "renamed@2", "--eval_fraction", 0]
+    assert run(monkeypatch, *words, "--output_dir", tmp_path / "data") == 0
+    wanted = [talk("Q", "A"), *[{"messages": [SYSTEM, user("Q\nx"), assistant("A")]}] * 2]
+    assert sorted(map(str, rows_of(tmp_path / "data", "sft"))) == sorted(map(str, wanted))
 
 
 @pytest.mark.parametrize(
@@ -604,7 +710,6 @@ def test_entries_on_the_hub_become_hub_names(info):
         (["script"], "script: its entry has no file_name and no hf_hub_url; download"),
         (["odd tags"], "odd tags: its entry has the tag user_tag 'wizard' (known: user, human, prompter); rename"),
         (["odd pictures"], "odd pictures: its entry has a column of images; only text"),
-        (["plain", "renamed"], "need different --columns (plain: none; renamed: instruction=问 output=答 system=sys)"),
     ],
 )
 def test_an_entry_that_cannot_be_followed_is_named(info, names, message, tmp_path, monkeypatch, capsys):

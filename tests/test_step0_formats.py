@@ -1,10 +1,14 @@
 """Record forms: each known layout gives the right conversation, and each kind of bad row says what is wrong."""
 
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from step0_data import columns, formats, prepare
+from step0_data import columns, files, formats, prepare
 
 
 def user(text):
@@ -284,7 +288,7 @@ GOOD = {
         Q,
         [assistant('{"name": "f", "arguments": {}}')],
         None,
-        {"tools": "[]"},
+        {},
     ),
     "tool calls are JSON in the assistant's turn": (
         {
@@ -359,7 +363,7 @@ GOOD = {
     "completion, messages": ({"prompt": Q, "completion": A}, "completion", Q, A, None, {}),
     "labelled good": ({"prompt": "Q", "completion": "A", "label": True}, "unpaired", Q, A, None, {}),
     "labelled good, as numbers of a file with gaps": (
-        {"prompt": "Q", "completion": "A", "label": 1.0},
+        {"prompt": "Q", "completion": "A", "kto_tag": 1.0},
         "unpaired",
         Q,
         A,
@@ -535,9 +539,176 @@ def test_equal_scores_are_set_aside():
         assert formats.convert(row)[1].set_aside == "no answer scores better than another"
 
 
+def test_scores_beside_a_pair_are_believed():
+    pair = {"prompt": "Q", "chosen": "A", "rejected": "B"}
+    for scores, margin in (
+        ({"score_chosen": 9, "score_rejected": "2"}, 7.0),
+        ({"chosen-rating": 4.5, "rejected-rating": 4}, 0.5),
+        ({"chosen_avg_rating": 2, "rejected_avg_rating": 1, "margin": 0.25}, 0.25),
+        ({"chosen_rank": 1, "rejected_rank": 3}, None),
+        ({"score_chosen": None, "score_rejected": None}, None),
+        ({"score_chosen": 1}, None),
+    ):
+        record = formats.convert(pair | scores)[1]
+        assert (record.answer, record.rejected, record.margin, record.set_aside) == (A, B, margin, None)
+        assert scores.keys() - {"margin"} <= record.read  # the ledger does not call them unread
+    for scores, reason in (
+        ({"score_chosen": 7, "score_rejected": 7.0}, "chosen and rejected have the same score"),
+        ({"chosen_score": 1, "rejected_score": 8}, "by its score the rejected answer is the better one"),
+        ({"chosen_rank": 3, "rejected_rank": 1}, "by its rank the rejected answer is the better one"),
+        ({"margin": -6}, "its margin is negative: the rejected answer is the better one"),
+        ({"margin": "-0.5"}, "its margin is negative: the rejected answer is the better one"),
+    ):
+        assert formats.convert(pair | scores)[1].set_aside == reason
+
+
+WRONG = "A first try."
+TRIED = [user("Q"), assistant(WRONG), user("Again."), assistant("A")]
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "training", "trainable"])
+@pytest.mark.parametrize(("off", "on"), [(0, 1), (False, True), (0.0, None)])
+def test_an_answer_of_weight_0_is_context(key, off, on):
+    context = [user("Q"), assistant(WRONG) | {"weight": 0}, user("Again.")]
+    turns = [turn | {key: value} for turn, value in zip(TRIED, (0, off, None, on), strict=True)]
+    for row in ({"messages": turns}, {"messages": json.dumps(turns)}, {"prompt": turns[:3], "completion": turns[3:]}):
+        record = formats.convert(row)[1]
+        assert (record.prompt, record.answer, record.set_aside) == (context, A, None)
+        assert record.extra == {} and record.unread == ()
+    record = formats.convert({"messages": TRIED, "loss_mask": [0, 0, 0, 1]})[1]
+    assert (record.prompt, record.answer, record.extra) == (context, A, {})
+
+
+def test_rows_of_which_nothing_is_trained_are_set_aside():
+    off = [turn | {"weight": 0} for turn in TRIED]
+    assert "nothing is to be trained" in formats.convert({"messages": off})[1].set_aside
+    assert formats.convert({"messages": [*TRIED[:3], off[3]]})[1].set_aside is None  # the first answer is
+    record = formats.convert({"chosen": [*off[:3], *A], "rejected": [*off[:3], *B]})[1]
+    assert (len(record.prompt), record.answer, record.rejected, record.set_aside) == (3, A, B, None)
+    assert "weight 0" in formats.convert({"prompt": "Q", "chosen": [off[3]], "rejected": B})[1].set_aside
+
+
+def test_messages_in_a_cell_of_text_are_messages():
+    def cell(messages):
+        return json.dumps(messages, ensure_ascii=False)
+
+    for row in (
+        {"prompt": cell(Q), "chosen": cell(A), "rejected": cell(B)},
+        {"chosen": cell(Q + A), "rejected": cell(Q + B)},
+        {"question": cell(Q), "chosen": cell(A[0]), "rejected": cell(B[0])},
+        {"messages": cell(Q), "chosen": cell(A), "rejected": cell(B)},
+        {"conversations": cell(sharegpt(("human", "Q"))), "chosen": cell(A), "rejected": cell(B)},
+        {"prompt": cell(Q), "responses": '["B", "A"]', "scores": "[1, 2]"},
+    ):
+        record = formats.convert(row)[1]
+        assert (record.prompt, record.answer, record.rejected) == (Q, A, B)
+    for row in (
+        {"messages": cell(Q + A)},
+        {"conversations": " " + cell(sharegpt(("human", "Q"), ("gpt", "A")))},
+        {"prompt": cell(Q), "completion": cell(A)},
+        {"query": cell(Q), "response": cell(A)},
+        {"prompt": cell(Q), "completion": "A"},
+    ):
+        record = formats.convert(row)[1]
+        assert (record.prompt, record.answer) == (Q, A)
+    record = formats.convert({"prompt": cell(Q), "answer": cell(A), "answers": "[1]"})[1]
+    assert record.prompt == Q and record.extra == {"answer": cell(A), "answers": "[1]"}  # as they are in the file
+    history = {"prompt": "Q", "completion": "A", "history": '[["q", "a"]]'}
+    assert formats.convert(history)[1].prompt == [user("q"), assistant("a"), *Q]
+    for text in ('[{"role": "admin", "content": "x"}]', '{"name": "x", "role": "user"}', "[1, 2]", '{"content": "x"}'):
+        record = formats.convert({"prompt": text, "completion": text})[1]
+        assert (record.prompt, record.answer) == ([user(text)], [assistant(text)])
+
+
+DEFINITION = {"type": "function", "function": {"name": "frost", "parameters": {"properties": {"度": {"minimum": 1.0}}}}}
+
+
+@pytest.mark.parametrize("row", [{"messages": Q + A}, {"prompt": "Q", "chosen": "A", "rejected": "B"}, {"prompt": "Q"}])
+def test_definitions_of_tools_go_with_the_row_as_they_are(row):
+    text = json.dumps([DEFINITION], ensure_ascii=False)
+    spaced = '[ {"name":"f",  "parameters": {"default": null}} ]'
+    for tools, wanted in (
+        ({"tools": [DEFINITION]}, text),
+        ({"tools": spaced}, spaced),
+        ({"tools": DEFINITION}, text),
+        ({"tools": [json.dumps(DEFINITION)]}, json.dumps([DEFINITION])),
+        ({"functions": [{"name": "f"}]}, '[{"name": "f"}]'),
+        ({"Tools": None, "functions": [{"name": "f"}]}, '[{"name": "f"}]'),
+        ({"tools": "[]"}, None),
+        ({"tools": []}, None),
+        ({"tools": ""}, None),
+    ):
+        record = formats.convert(row | tools)[1]
+        assert record.tools == wanted and record.unread == () and "tools" not in record.extra
+    record = formats.convert(row | {"tools": "hammer, saw"})[1]
+    assert record.tools is None and record.unread == ("tools",)
+
+
+def test_a_table_fills_objects_with_nulls_that_nobody_wrote(tmp_path):
+    """pyarrow gives every object of a column the names of all of them."""
+
+    def row(name, arguments):
+        call = {"function": {"name": name, "arguments": arguments}}
+        fields = {"properties": {key: {"type": "string"} for key in arguments}}
+        return {"messages": [*Q, {"role": "assistant", "content": None, "tool_calls": [call]}],
+                "tools": [{"name": name, "parameters": fields}]}  # fmt: skip
+
+    pq.write_table(pa.Table.from_pylist([row("a", {"x": "1"}), row("b", {"y": "2"})]), tmp_path / "a.parquet")
+    first, second = (formats.convert(it.value)[1] for it in files.read_file(tmp_path / "a.parquet"))
+    assert first.answer == [assistant('{"name": "a", "arguments": {"x": "1"}}')]
+    assert second.answer == [assistant('{"name": "b", "arguments": {"y": "2"}}')]
+    assert json.loads(second.tools) == [{"name": "b", "parameters": {"properties": {"y": {"type": "string"}}}}]
+
+
+def test_what_is_not_read_is_named():
+    def unread(row):
+        record = formats.convert(row)[1]
+        return {name for name in record.extra if name not in record.read} | set(record.unread)
+
+    pair = {"chosen": "A", "rejected": "B"}
+    assert unread(pair | {"prompt": "Q", "instruction": "R", "input": "x"}) == {"instruction", "input"}
+    assert unread(pair | {"question": "Q", "query": "R"}) == {"query"}
+    assert unread({"messages": Q + A, "prompt": "R", "conversations": [{}]}) == {"prompt", "conversations"}
+    assert unread({"messages": [*Q, {"role": "assistant", "content": "A", "name": "Bob"}]}) == {"messages.name"}
+    assert unread({"problem": "Q", "solution": "A", "answer": "6"}) == {"answer"}
+    scored = [{"text": "A", "score": 2, "critique": "fine"}, {"text": "B", "score": 1}]
+    assert unread({"prompt": "Q", "completions": scored}) == {"completions.critique"}
+    webgpt = {"question": "Q", "answer_0": "A", "answer_1": "B", "score_0": 1, "score_1": 0, "quotes_0": ["x"]}
+    assert unread(webgpt) == {"quotes_0"}
+
+
+def test_a_worked_solution_is_the_demonstration_and_the_short_answer_stays_with_the_prompt():
+    for worked in ("solution", "response", "output"):
+        record = formats.convert({"problem": "Q", "answer": "6", worked: "A"})[1]
+        assert record.answer == A and record.extra == {"answer": "6", worked: "A"} and record.read == {worked}
+
+
+def test_an_input_without_an_instruction_is_the_question():
+    for row in ({"instruction": "", "input": "Q", "output": "A"}, {"input": "Q", "output": "A"}):
+        form, record = formats.convert(row)
+        assert (form.name, record.prompt, record.answer, record.extra) == ("alpaca", Q, A, {})
+    record = formats.convert({"input": "Q", "chosen": "A", "rejected": "B", "system": ""})[1]
+    assert (record.prompt, record.answer, record.extra) == (Q, A, {})
+    for row in ({"prompt": "Q", "input": "x", "output": "A"}, {"question": "Q", "input": "x", "output": "A"}):
+        record = formats.convert(row)[1]
+        assert record.prompt == Q and "input" in record.extra
+
+
+def test_a_conversation_may_begin_with_a_greeting():
+    greeted = [assistant("Hi."), *Q]
+    for row in (
+        {"messages": greeted + A, "system": "S"},
+        {"prompt": greeted, "chosen": A, "rejected": B, "system": "S"},
+        {"chosen": greeted + A, "rejected": greeted + B, "system": "S"},
+        {"prompt": greeted, "system": "S"},
+    ):
+        record = formats.convert(row)[1]
+        assert record.prompt == [system("S"), *greeted] and record.answer in (A, None)
+
+
 def test_a_bad_answer_is_no_demonstration():
     for label in (False, 0, "false", "False", 0.0):
-        record = formats.convert({"prompt": "Q", "completion": "A", "label": label})[1]
+        record = formats.convert({"prompt": "Q", "completion": "A", "label": label}, "unpaired")[1]
         assert "no demonstration" in record.set_aside
     for row in ({"messages": Q + A, "label": False}, {"instruction": "Q", "output": "A", "kto_tag": False}):
         assert "no demonstration" in formats.convert(row)[1].set_aside
@@ -549,12 +720,115 @@ def test_text_is_not_trimmed_where_the_form_gives_it_whole():
 
 
 BAD = {
-    "unknown form": ({"foo": 1, "bar": 2}, "unknown form with the columns foo, bar.*chosen . rejected.*instruction"),
+    "a python list of messages": (
+        {"prompt": "[{'role': 'user', 'content': 'Q'}]", "completion": "A"},
+        "prompt is a list of messages written as text that is no JSON; write them as JSON",
+    ),
+    "messages beside a text": (
+        {"prompt": "Q", "completion": '[{"role": "assistant", "content": "A"}]'},
+        "completion is messages written as text, and the prompt is plain text",
+    ),
+    "messages in Alpaca": (
+        {"instruction": "Q", "output": '{"role": "assistant", "content": "A"}'},
+        "output is messages written as text",
+    ),
+    "a name twice in messages": (
+        {"messages": '[{"role": "user", "content": "Q", "content": "R"}]'},
+        "messages has a name that stands twice in one message; keep one 'content'",
+    ),
+    "another column may be the prompt": (
+        {"user_prompt": "Q", "chosen": "A poem", "rejected": "A pond"},
+        "there is no prompt: is it the column user_prompt.; say --columns prompt=user_prompt; or take",
+    ),
+    "an empty column is the prompt": (
+        {"question": "", "chosen": "A poem", "rejected": "A pond"},
+        "there is no prompt: question is empty; fill it",
+    ),
+    "prompt and conversations differ": (
+        {"prompt": "R", "chosen": Q + A, "rejected": Q + B},
+        "the prompt is not what chosen and rejected begin with",
+    ),
+    "half a weight": ({"messages": [*Q, A[0] | {"weight": 0.5}]}, "a message whose weight is 0.5; wanted 0 or 1, true"),
+    "a weight in quotes": ({"messages": [*Q, A[0] | {"loss": "0"}]}, "a message whose loss is '0'; wanted 0 or 1"),
+    "a question to be trained": (
+        {"conversations": [{"from": "human", "value": "Q", "train": True}, {"from": "gpt", "value": "A"}]},
+        "conversations has a user turn whose train is True; only answers are trained",
+    ),
+    "a part of an answer": (
+        {"messages": [*Q, A[0] | {"train_detail": [{"begin_offset": 0}]}]},
+        "messages has a message with train_detail, which no stage reads",
+    ),
+    "two weights": ({"messages": [*Q, A[0] | {"weight": 1, "loss": False}]}, "whose weight and loss differ"),
+    "too short a mask": ({"messages": Q + A, "loss_mask": [1]}, "loss_mask has 1 entries for 2 messages"),
+    "a mask of questions": ({"messages": Q + A, "loss_mask": [1, 1]}, "loss_mask trains a user turn"),
+    "a mask in words": ({"messages": Q + A, "loss_mask": "none"}, "loss_mask is 'none'; wanted a list of 0 and 1"),
+    "an empty answer in the middle": (
+        {"messages": [*Q, assistant(" "), *Q, *A]},
+        "an empty answer stands before the last turn; give turn 2 a text",
+    ),
+    "an empty question": ({"messages": [user(""), *B, *Q, *A]}, "an empty user turn stands before the last turn"),
+    "two answers in a row": ({"messages": [*Q, *A, *B]}, "messages ends with two answers in a row; join them"),
+    "the prompt ends with an answer": ({"prompt": Q + A, "completion": "B"}, "the prompt ends with an assistant turn"),
+    "a null completion": (
+        {"prompt": "Q", "completion": None},
+        "completion is null; give it an answer, or say --format",
+    ),
+    "a null answer": ({"question": "Q", "answer": float("nan")}, "answer is null; give it an answer"),
+    "a null pair": ({"prompt": "Q", "chosen": None, "rejected": None}, "chosen is null; give it an answer"),
+    "null responses": ({"prompt": "Q", "responses": None, "scores": None}, "responses is null"),
+    "a null verdict": (
+        {"prompt": "Q", "completion": "A", "label": None},
+        "label is null; say whether the answer is go",
+    ),
+    "a class": (
+        {"prompt": "Q", "completion": "A", "label": 2},
+        "label is 2; wanted true or false.*--format completion",
+    ),
+    "a class or a verdict": (
+        {"prompt": "Q", "completion": "A", "label": "1"},
+        "label is 1, a verdict or a class; where 1 is a good answer say --format unpaired; where .*--format completion",
+    ),
+    "a blank row": ({"prompt": "", "completion": None}, "the row is blank"),
+    "no turns": ({"conversations": [], "id": 4}, "conversations is an empty list; fill it"),
+    "no messages at all": ({"messages": None}, "messages is null; fill it"),
+    "empty prompt cell": ({"prompt": "", "completion": "A"}, "prompt is empty; fill it"),
+    "empty question cell": ({"question": "", "answer": "5"}, "question is empty; fill it"),
+    "empty instruction": ({"instruction": "", "input": "", "output": "A"}, "instruction is empty; fill it"),
+    "no prompt": (
+        {"completion": "A", "n": 1},
+        "columns completion, n; near is prompt . completion: there is no prompt;",
+    ),
+    "a slip": ({"promt": "Q", "completion": "A"}, "there is no prompt; say --columns prompt=promt"),
+    "a number as the prompt": ({"prompt": 7, "completion": "A"}, "prompt is a number; wanted text or a list of mes"),
+    "a number as the completion": (
+        {"prompt": "Q", "completion": 2},
+        "completion is a number; wanted text or a list of",
+    ),
+    "true as the answer": ({"question": "Q", "answer": True}, "answer is true; wanted the answer as text or a plain"),
+    "a number without a spelling": ({"question": "Q", "answer": 1e30}, "answer is a number; wanted the answer as text"),
+    "a list of texts": ({"prompt": "Q", "completion": ["A"]}, "completion is a list that holds text; wanted messages"),
+    "an object": ({"prompt": "Q", "completion": {"text": "A"}}, "completion has a message without a role"),
+    "two contents": ({"messages": [Q[0] | {"value": "R"}, *A]}, "a message whose content and value differ"),
+    "two texts": (
+        {"prompt": "Q", "responses": [{"text": "A", "answer": "B", "score": 1}, {"text": "B", "score": 2}]},
+        "responses has an answer with text and answer; keep one",
+    ),
+    "tools in a message": ({"messages": [Q[0] | {"tools": [{}]}, *A]}, "a message with tools; give them as a column"),
+    "tools cut off": ({"messages": Q + A, "tools": '[{"name": "f"'}, "tools is text that is no JSON"),
+    "a picture in a message": ({"messages": [Q[0] | {"images": ["x"]}, *A]}, "multimodal: messages has a message with"),
+    "a score in words": (
+        {"prompt": "Q", "chosen": "A", "rejected": "B", "score_chosen": "good", "score_rejected": 1},
+        "score_chosen is 'good'; wanted a number",
+    ),
+    "unknown form": ({"foo": 1, "bar": 2}, "unknown form with the columns foo, bar; say what they are: --columns p"),
     "no columns": ({}, "unknown form with the columns none"),
     "no object": ([1, 2], "a row is a list"),
     "empty chosen": ({"prompt": "Q", "chosen": " ", "rejected": "B"}, "chosen is an empty answer"),
     "empty rejected": ({"prompt": "Q", "chosen": "A", "rejected": ""}, "rejected is an empty answer"),
-    "empty prompt": ({"prompt": [], "chosen": "A", "rejected": "B"}, "share no beginning; add a prompt column"),
+    "empty prompt": (
+        {"prompt": [], "chosen": "A", "rejected": "B"},
+        "there is no prompt: prompt is an empty list; fill it",
+    ),
     "blank prompt": ({"prompt": " \n", "completion": "A"}, "the prompt is empty"),
     "nothing shared": ({"chosen": "A b", "rejected": "B b"}, "share no beginning; add a prompt column"),
     "mixed kinds": ({"prompt": "Q", "chosen": "A", "rejected": B}, "chosen and rejected are of different kinds"),
@@ -568,9 +842,9 @@ BAD = {
     ),
     "ends with the user": ({"messages": [*Q, *A, *Q]}, "messages ends with a user turn"),
     "no user": ({"messages": A}, "no user turn with text"),
-    "no messages": ({"messages": "hello"}, "messages is a str; wanted a list of messages"),
+    "no messages": ({"messages": "hello"}, "messages is text; wanted a list of messages"),
     "unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "the role 'wizard'; roles known: .*assistant"),
-    "content missing": ({"messages": [{"role": "user"}]}, "content is a NoneType"),
+    "content missing": ({"messages": [{"role": "user"}]}, "content is null; wanted text"),
     "image part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "image_url"}]}, *A]},
         "multimodal: messages has a part of the type 'image_url'; only text",
@@ -603,29 +877,29 @@ BAD = {
     ),
     "call and nothing else": (
         {"messages": [*Q, {"role": "assistant", "content": None, "tool_calls": []}]},
-        "messages has a message whose content is a NoneType",
+        "messages has a message whose content is null",
     ),
     "late system text": ({"messages": [*Q, system("S"), *A]}, "roles out of order: a system turn after the first turn"),
-    "the assistant begins": ({"messages": [*A, *Q, *B]}, "roles out of order: the conversation begins with the assis"),
+    "a tool begins": ({"messages": [tool("1"), *Q, *A]}, "roles out of order: a tool answers where nobody"),
     "an answer to no call": ({"messages": [*Q, tool("1"), *A]}, "roles out of order: a tool answers where nobody"),
     "two system texts": ({"messages": [system("S"), *Q, *A], "system": "T"}, "there are two system texts"),
-    "system no string": ({"messages": Q + A, "system": ["S"]}, "system is a list; wanted a string"),
+    "system no string": ({"messages": Q + A, "system": ["S"]}, "system is a list; wanted text"),
     "history of triples": (
         {"instruction": "Q", "output": "A", "history": [["q", "a", "x"]]},
         "history is no list of pairs of strings",
     ),
     "history as text": ({"instruction": "Q", "output": "A", "history": "none"}, "history is no list of pairs"),
-    "instruction no string": ({"instruction": {"en": "Q"}, "output": "A"}, "instruction is a dict; wanted a string"),
-    "answer a list": ({"question": "Q", "answer": ["A"]}, "answer is a list; wanted the answer as a string or a num"),
+    "instruction no string": ({"instruction": {"en": "Q"}, "output": "A"}, "instruction is an object; wanted text"),
+    "answer a list": ({"question": "Q", "answer": ["A"]}, "answer is a list; wanted the answer as text or a plain num"),
     "scores too few": ({"prompt": "Q", "responses": ["A", "B"], "scores": [1]}, "responses has 2 entries and scores h"),
-    "scores no list": ({"prompt": "Q", "responses": ["A", "B"], "scores": "12"}, "2 entries and scores is a str"),
+    "scores no list": ({"prompt": "Q", "responses": ["A", "B"], "scores": "12"}, "2 entries and scores is text"),
     "one score": (
         {"prompt": "Q", "responses": ["A", "B"], "scores": [1, None]},
         "responses has fewer than two answers with a score",
     ),
     "scored, no text": (
         {"prompt": "Q", "completions": [{"score": 1}, {"score": 2}]},
-        "completions has an answer without text; wanted a string or {response, text, content: ...}",
+        "completions has an answer without text; wanted text or {response, text, content: ...}",
     ),
     "the best answer is empty": (
         {"prompt": "Q", "responses": ["", "B"], "scores": [2, 1]},
@@ -642,12 +916,12 @@ BAD = {
     ),
     "shp, no text": (
         {"history": "Q", "human_ref_A": None, "human_ref_B": "B", "labels": 0},
-        "human_ref_A is a NoneType",
+        "human_ref_A is null",
     ),
-    "hc3, no answers": ({"question": "Q", "human_answers": [], "chatgpt_answers": ["B"]}, "human_answers has no str"),
+    "hc3, no answers": ({"question": "Q", "human_answers": [], "chatgpt_answers": ["B"]}, "human_answers has no text"),
     "kto_tag": ({"messages": Q + A, "kto_tag": "good"}, "kto_tag is 'good'; wanted true or false"),
     "answer missing": ({"instruction": "Q", "input": "", "output": ""}, "output is an empty answer"),
-    "answer no string": ({"instruction": "Q", "output": 3}, "output is a int"),
+    "answer no string": ({"instruction": "Q", "output": 3}, "output is a number; wanted text"),
     "label": ({"prompt": "Q", "completion": "A", "label": "maybe"}, "label is 'maybe'; wanted true or false"),
     "empty text": ({"text": "  "}, "text is empty"),
     "half a character": ({"prompt": "Q", "completion": "\ud83d"}, "half a surrogate pair"),
@@ -766,6 +1040,6 @@ def test_any_row_is_converted_or_a_bad_row(data):
         return
     assert any(message["role"] == "user" and message["content"].strip() for message in record.prompt)
     for part in (record.prompt, record.answer, record.rejected):
-        assert part is None or all(isinstance(m["content"], str) and list(m) == ["role", "content"] for m in part)
+        assert part is None or all(isinstance(m["content"], str) and list(m)[:2] == ["role", "content"] for m in part)
     for answer in (record.answer, record.rejected):
         assert answer is None or (answer[-1]["role"] == "assistant" and answer[-1]["content"].strip())

@@ -212,7 +212,6 @@ ODD = {
     ),
     "a name without a space": ((dialogue("a", "b\n\nHuman:s"), dialogue("a", "c")), ("a", "b\n\nHuman:s", "c")),
     "an answer that begins with a name": ((dialogue("a", "Human: b"), dialogue("a", "c")), ("a", "Human: b", "c")),
-    "an empty turn": ((dialogue("a", "", "c", "d"), dialogue("a", "", "c", "e")), (("a", "", "c"), "d", "e")),
     "paragraphs": ((dialogue("a\n\nb", "c\n\nd"), dialogue("a\n\nb", "e")), (("a\n\nb",), "c\n\nd", "e")),
 }  # fmt: skip
 
@@ -223,6 +222,13 @@ def test_odd_dialogues_that_are_understood(name):
     _, record = formats.convert({"chosen": chosen, "rejected": rejected})
     assert record.prompt == [(user, assistant)[i % 2](text) for i, text in enumerate(turns)]
     assert (record.answer, record.rejected) == ([assistant(better)], [assistant(worse)])
+
+
+def test_a_greeting_is_the_first_turn_of_the_prompt():
+    greeting = "\n\nAssistant: hi"
+    _, record = formats.convert({"chosen": greeting + dialogue("a", "b"), "rejected": greeting + dialogue("a", "c")})
+    assert record.prompt == [assistant("hi"), user("a")]
+    assert (record.answer, record.rejected) == ([assistant("b")], [assistant("c")])
 
 
 def test_two_answers_in_a_row_stay_two():
@@ -242,9 +248,9 @@ SET_ASIDE = {
     "ends with a question": (dialogue("a", "b", "c"), dialogue("a", "b", "d"), "chosen does not end with an assistant"),
     "only a question": (dialogue("a", "b"), dialogue("a"), "rejected does not end with an assistant turn"),
     "no question": (dialogue("", "b"), dialogue("", "c"), "the prompt is empty"),
-    "begins with an answer": ("\n\nAssistant: hi" + dialogue("a", "b"), "\n\nAssistant: hi" + dialogue("a", "c"),
-                              "the dialogue begins with an Assistant turn"),
-    "begins with an answer, no other turn": ("\n\nAssistant: a", "\n\nAssistant: b", "begins with an Assistant turn"),
+    "an empty turn": (dialogue("a", "", "c", "d"), dialogue("a", "", "c", "e"), "an empty answer stands"),
+    "an empty question": (dialogue("a", "b", "", "d"), dialogue("a", "b", "", "e"), "an empty user turn"),
+    "nothing but an answer": ("\n\nAssistant: a", "\n\nAssistant: b", "the dialogue has no Human turn"),
 }  # fmt: skip
 
 

@@ -199,6 +199,23 @@ def test_a_number_behind_the_last_at_sign_is_a_weight(tmp_path, monkeypatch, typ
     assert sources.weight_of(typed) == (name, weight)
 
 
+@pytest.mark.parametrize(
+    ("typed", "name", "weight", "columns"),
+    [
+        ("a.csv:prompt=q", "a.csv", 1.0, {"prompt": "q"}),
+        ("a.csv:prompt=q,chosen=a good one@0.3", "a.csv", 0.3, {"prompt": "q", "chosen": "a good one"}),
+        ("some/set:c@train:prompt=问", "some/set:c@train", 1.0, {"prompt": "问"}),
+        ("some/set:c@train@2", "some/set:c@train", 2.0, None),
+        ("there:text=1", "there:text=1", 1.0, None),  # a file of that name
+        ("there:text=1:text=b", "there:text=1", 1.0, {"text": "b"}),
+    ],
+)
+def test_columns_of_one_source_stand_behind_its_name(tmp_path, monkeypatch, typed, name, weight, columns):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there:text=1").write_text("")
+    assert sources.parts_of(typed) == (name, weight, columns)
+
+
 def test_weights_that_are_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text("{}")
@@ -208,6 +225,7 @@ def test_weights_that_are_none(tmp_path, monkeypatch):
         sources.plan(["a.jsonl@-1"])
     (tmp_path / "d" / "x").mkdir(parents=True)
     assert sources.inside(["d@0.3"], "x") == ["d/x@0.3"]
+    assert sources.inside(["d:prompt=q@0.3"], "x") == ["d/x:prompt=q@0.3"]
     assert sources.inside(["some/set@train@0.3"], "x") == ["some/set:x@train@0.3"]
     (plan,) = sources.plan(["some/set:x@train@0.3"])
     assert (plan.source, plan.name, plan.weight) == ("some/set:x@train@0.3", "some/set:x@train", 0.3)
