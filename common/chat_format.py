@@ -381,13 +381,16 @@ def rewrites_history(tokenizer) -> bool:
     return not later.startswith(past.text)
 
 
-def decode_answer(tokenizer, ids: list[int]) -> str:
-    """The text of a sampled response: without its turn end and what the template puts between that and the answer."""
+def decode_answer(tokenizer, ids: list[int], stop_ids: tuple[int, ...] = ()) -> str:
+    """The text of a sampled response: without its turn end and what the template puts between that and the answer.
+
+    Where another of `stop_ids` has ended it, without that one, which may be a token of ordinary text.
+    """
     probe = _probe(tokenizer)
     ids = list(ids)
-    ended = probe.end_id in ids
-    if ended:
-        ids = ids[: ids.index(probe.end_id)]
+    stop = next((i for i, token in enumerate(ids) if token == probe.end_id or token in stop_ids), None)
+    ended = stop is not None and ids[stop] == probe.end_id
+    ids = ids[:stop]
 
     def text_of(ids):
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
