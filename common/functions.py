@@ -184,9 +184,10 @@ class Function:
         values = [_number(score) for score in found]
         for row, (score, value) in enumerate(zip(found, values, strict=True)):
             if value is not None and not abs(value) <= _FLOAT32_MAX:  # NaN too
+                bound = f" of at most {_FLOAT32_MAX:.1e}" if math.isfinite(value) else ""
                 raise UserError(
                     f"{self.name} returned {_shown(score)} for response {row}, {_beginning(texts[row])}; wanted a "
-                    f"finite number of at most {_FLOAT32_MAX:.2g}, or None for no opinion"
+                    f"finite number{bound}, or None for no opinion"
                 )
         return values
 
@@ -200,7 +201,7 @@ def _number(score) -> float | None:
             return None
         return float(score) if isinstance(score, numbers.Real | decimal.Decimal) else math.nan
     except (ArithmeticError, RuntimeError, ValueError):  # 10**500, a signalling NaN, a tensor without content
-        return math.nan
+        return math.inf
 
 
 def _shown(value) -> str:
@@ -249,7 +250,7 @@ def _checked(name: str, doing: str, file: str, timeout: float) -> Iterator[None]
         what = f"has not returned within --reward_timeout {timeout:g} seconds"
         raise UserError(f"{name} {what} {doing}{_where(error, file)}; raise it, or set 0 for no limit") from error
     except SystemExit as error:
-        raise UserError(f"{name} ended the program (exit code {error.code}) {doing}{_where(error, file)}") from error
+        raise UserError(f"{name} called sys.exit({error.code!r}) {doing}{_where(error, file)}") from error
     except BaseException as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if isinstance(error, ModuleNotFoundError):
