@@ -93,7 +93,8 @@ KEYS: dict[str, Rule] = {
     # Printing and timing.
     **_each(SWITCH, "", "dump_state memory_breakdown wall_clock_breakdown disable_python_gc"),
     **_each(COUNT, "", "steps_per_print vocabulary_size"),
-    **_each(HEEDED, "", "log_level comms_logger.* timers.* flops_profiler.*"),
+    "log_level": (("debug", "info", "warning", "error", "critical"), "these are the levels of DeepSpeed's log"),
+    **_each(HEEDED, "", "comms_logger.* timers.* flops_profiler.*"),
     # What has its place elsewhere, or none here.
     **_each(((False,), _CURVES), "", "tensorboard.enabled wandb.enabled comet.enabled csv_monitor.enabled"),
     "autotuning.enabled": ((False,), "a run does not look for its own settings; scripts/plan.py counts memory"),
