@@ -21,6 +21,7 @@ from common.errors import UserError
 FORMAT_VERSION = 1
 STAGE_FILE = "stage.json"
 ADAPTER_CONFIG = "adapter_config.json"  # what peft writes
+LOCK_FILE = ".lock"
 STAGES = ("base", "sft", "dpo", "reward", "rlhf-actor", "rlhf-critic")
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece")
@@ -69,10 +70,10 @@ class RunFolder:
 
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                (self.path / ".lock").touch()
+                (self.path / LOCK_FILE).touch()
             except OSError as error:
                 raise UserError(f"--output_dir {path} cannot be written: {error.strerror}; choose another") from error
-            self._lock = filelock.FileLock(self.path / ".lock")
+            self._lock = filelock.FileLock(self.path / LOCK_FILE)
             owner = self.path / ".lock-owner"
             try:
                 self._lock.acquire(timeout=0)
@@ -90,7 +91,7 @@ class RunFolder:
             atexit.unregister(self._leave)
             (self.path / ".lock-owner").unlink(missing_ok=True)
             self._lock.release()
-            (self.path / ".lock").unlink(missing_ok=True)
+            (self.path / LOCK_FILE).unlink(missing_ok=True)
             self._remove_empty()
 
     def _leave(self) -> None:

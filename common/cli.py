@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common import names
+from common import launchers, names
 from common.chat_templates import BUILTIN_TEMPLATES
 from common.errors import RunFailed, Stopped, UserError, is_lost_contact
 
@@ -339,10 +339,16 @@ def launch(main: Callable[[], None]) -> None:
     A rank of several that is done, or was stopped, ends without C++ destructors. All files are closed and the process group is left by
     then, but some thread is still joinable (we did not find whose), and tearing it down aborted some CPU runs at exit.
     """
-    code = run(main)
+
+    def as_a_rank() -> None:
+        launchers.settle()
+        launchers.end_with_launcher()
+        main()
+
+    code = run(as_a_rank)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code in (0, 130, 143) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if code in (0, 130, 143) and os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(code)
     sys.exit(code)
 

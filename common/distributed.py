@@ -8,13 +8,13 @@ import datetime
 import logging
 import os
 import random
-import socket
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from common import launchers
 from common.errors import UserError
 
 if not torch.cuda.is_available():
@@ -33,14 +33,13 @@ def start(timeout_minutes: float, seed: int) -> torch.device:
     Args:
         timeout_minutes: how long a collective may wait for the other ranks before the run ends.
         seed: of every library's global generator (the same on all ranks, so that fresh weights agree).
+
+    Raises:
+        UserError: an environment that no launcher makes (see `launchers.settle`), or a port that is taken.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if "RANK" not in os.environ:  # plain `python`: a group of one
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
-        )
-    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    launchers.settle()
     # DeepSpeed makes groups of its own for gradients and weights and passes no time-out on: they take torch's default.
     timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
@@ -49,14 +48,24 @@ def start(timeout_minutes: float, seed: int) -> torch.device:
 
     __compatible_ops__["deepspeed_shm_comm"] = False
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= gpus:
+            raise UserError(f"LOCAL_RANK is {local} and this machine shows {gpus} GPU(s); start one process for each")
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
+        # cuDNN's attention builds and keeps a plan for each new length: decoding has one at every token.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         device = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
+    try:
+        deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
+    except RuntimeError as error:  # torch's DistNetworkError is one
+        if "EADDRINUSE" in str(error):
+            raise UserError(launchers.port_taken()) from error
+        raise
     random.seed(seed)
     torch.manual_seed(seed)
     return device
@@ -170,9 +179,3 @@ def gather_rows(tensor: torch.Tensor, num_rows: int, fill: float | int | bool = 
     dist.all_gather(parts, as_bytes.contiguous())
     joined = torch.stack(parts, 1).flatten(0, 1)[:num_rows]  # row i of rank r is global row i * world + r
     return joined.to(padded.dtype)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -7,8 +7,9 @@ cut into micro-batches nor on how many ranks share them.
 
 import contextlib
 import dataclasses
-import json
+import io
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -81,8 +82,9 @@ class TrainedModel:
         hybrid_engine_tokens: int = 0,
     ):
         config = _config(engine, optim, hybrid_engine_tokens)
-        self.device, self.zero_stage, self.dtype = device, engine.zero_stage, engine.dtype
-        module = load(zero3=config if engine.zero_stage == 3 else None)
+        self.device, self.dtype, self.asked_stage = device, engine.dtype, engine.zero_stage
+        self.zero_stage = config["zero_optimization"]["stage"]
+        module = load(zero3=config if self.zero_stage == 3 else None)
         if engine.gradient_checkpointing:
             # Non-reentrant: under ZeRO-3 the reentrant kind gathers every weight once more.
             module.hf.activation_checkpointing_enable({"use_reentrant": False})
@@ -96,9 +98,10 @@ class TrainedModel:
             fused=True,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, optim))
-        self.engine, self.optimizer, _, self.schedule = deepspeed.initialize(
-            model=module, optimizer=optimizer, lr_scheduler=schedule, config=config
-        )
+        with _refusals(engine.ds_config), contextlib.redirect_stdout(io.StringIO()):  # some of its classes print memory
+            self.engine, self.optimizer, _, self.schedule = deepspeed.initialize(
+                model=module, optimizer=optimizer, lr_scheduler=schedule, config=config
+            )
         self.module = self.engine.module
         self.module.train()
         models.check_reading(self.engine, self.module.hf, device, exact=engine.dtype == "fp32")
@@ -172,7 +175,8 @@ class TrainedModel:
         parameters = list(self.module.parameters())
         sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
         trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
-        how = f"ZeRO-{self.zero_stage}, {distributed.world_size()} rank(s), {self.dtype}"
+        inside = f" (run as ZeRO-{self.zero_stage})" if self.zero_stage != self.asked_stage else ""
+        how = f"ZeRO-{self.asked_stage}{inside}, {distributed.world_size()} rank(s), {self.dtype}"
         return f"{type(self.module.hf).__name__}: {sum(sizes):,} parameters, {trained:,} trained; {how}"
 
     def state(self) -> dict[str, torch.Tensor] | None:
@@ -216,7 +220,7 @@ class TrainedModel:
 
     def _stage0_norm(self) -> float | None:
         """At stage 0 DeepSpeed keeps no norm; gradients are whole and already averaged here."""
-        if self.zero_stage != 0 or self.dtype != "fp32":
+        if self.zero_stage != 0:
             return None
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
@@ -284,11 +288,25 @@ def check(engine: Engine, optim: Optim, batch: dict[str, tuple[int, str]], role:
     """
     config = _config(engine, optim, 0, batch, role)
     if engine.ds_config:
-        try:
+        with _refusals(engine.ds_config):
             deepspeed.DeepSpeedConfig(config)
-        except Exception as error:  # pydantic's ValidationError, assertions, DeepSpeedConfigError, ...
-            why = " ".join(str(error).split("For further information")[0].split())[:200]
-            raise UserError(f"--ds_config {engine.ds_config}: DeepSpeed does not take it: {why}") from error
+            _check_nvme(config)
+
+
+@contextlib.contextmanager
+def _refusals(ds_config_file: str | None) -> Iterator[None]:
+    """Within it, whatever DeepSpeed raises is put down to the user's json, where there is one."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # pydantic's ValidationError, assertions, DeepSpeedConfigError, ...
+        if ds_config_file is None:
+            raise
+        why = " ".join(str(error).split("For further information")[0].split())[:300]
+        if not why:  # an assertion without a word
+            why = f"{type(error).__name__} at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+        raise UserError(f"--ds_config {ds_config_file}: DeepSpeed does not take it: {why}") from error
 
 
 def batch_sizes(per_device: int, total: int, flags: str) -> dict[str, tuple[int, str]]:
@@ -311,14 +329,19 @@ def _config(engine: Engine, optim: Optim, hybrid_engine_tokens: int, batch: dict
             offload_param=engine.offload_param,
             hybrid_engine_tokens=hybrid_engine_tokens,
         )
-        if engine.ds_config:
-            theirs = json.loads(Path(engine.ds_config).read_text())
-            config = ds_config.merge(config, theirs, _said(engine, optim, role) | (batch or {}))
-            _check_offload(config["zero_optimization"])
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"--ds_config {engine.ds_config}: {error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
+    if not engine.ds_config:
+        return config
+    try:
+        theirs = ds_config.read(engine.ds_config)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--ds_config {engine.ds_config}: {error}") from error
+    try:
+        config = ds_config.merge(config, theirs, _said(engine, optim, role) | (batch or {}))
+        _check_offload(config["zero_optimization"], engine.zero_stage)
+    except ValueError as error:
+        raise UserError(f"--ds_config {engine.ds_config} {error}") from error
     return config
 
 
@@ -333,6 +356,12 @@ def _said(engine: Engine, optim: Optim, role: str) -> dict[str, tuple[object, st
     betas = [optim.adam_beta1, optim.adam_beta2]
     schedule = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}[optim.lr_scheduler_type]
     adamw = "the optimizer here is AdamW"
+    precisions = {
+        "fp32": ("fp32", "float32", "torch.float32", "float"),
+        "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+        "fp16": ("fp16", "float16", "torch.float16", "half"),
+    }
+    sums = "fp16" if engine.dtype == "fp16" else "fp32"
     said = {
         "zero_optimization.stage": flag("zero_stage", engine.zero_stage, True),
         "gradient_clipping": flag("max_grad_norm", optim.max_grad_norm),
@@ -340,6 +369,11 @@ def _said(engine: Engine, optim: Optim, role: str) -> dict[str, tuple[object, st
         "bfloat16.enabled": (engine.dtype == "bf16", f"--dtype is {engine.dtype}"),
         "fp16.enabled": (engine.dtype == "fp16", f"--dtype is {engine.dtype}"),
         "torch_autocast.enabled": (False, f"--dtype is {engine.dtype}, and autocast is another way to train"),
+        "data_types.param_dtype": (precisions[engine.dtype], f"--dtype is {engine.dtype}"),
+        "data_types.grad_accum_dtype": (
+            precisions[sums],
+            f"with --dtype {engine.dtype} gradients are summed in {sums}",
+        ),
         "optimizer.type": (("adamw", "adam"), adamw),
         "optimizer.params.adam_w_mode": (True, adamw),
         "optimizer.params.torch_adam": (True, "the optimizer here is torch's AdamW"),
@@ -363,13 +397,28 @@ def _said(engine: Engine, optim: Optim, role: str) -> dict[str, tuple[object, st
     return said
 
 
-def _check_offload(zero: dict) -> None:
+def _check_offload(zero: dict, zero_stage: int) -> None:
     """DeepSpeed says nothing where a json offloads what its stage does not shard."""
     for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
         device = (zero.get(name) or {}).get("device") or "none"
-        if device != "none" and zero["stage"] not in stages:
+        if device != "none" and zero_stage not in stages:
             wanted = " or ".join(map(str, stages))
             raise ValueError(
-                f"--ds_config has zero_optimization.{name}.device {device!r}, which needs --zero_stage {wanted}, "
-                f"seen {zero['stage']}"
+                f"has zero_optimization.{name}.device {device!r}, which needs --zero_stage {wanted}, seen {zero_stage}"
             )
+
+
+def _check_nvme(config: dict) -> None:
+    """DeepSpeed finds out only when the model is there already."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    for name in ("offload_optimizer", "offload_param"):
+        section = config["zero_optimization"].get(name) or {}
+        if section.get("device") != "nvme":
+            continue
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise ValueError(
+                f"zero_optimization.{name}.device 'nvme' needs async_io, which needs libaio installed here"
+            )
+        if not section.get("nvme_path"):
+            raise ValueError(f"zero_optimization.{name}.device 'nvme' needs {name}.nvme_path, a folder on that disk")

@@ -112,7 +112,9 @@ def generate(
         model: a HF causal language model that `check_sampling` lets pass, whole on one device; its mode is restored.
         prompts: token ids, none empty. Equal prompts share one prefill.
         step, rows: with `params.seed`, the key of the noise; `rows` are global row numbers (default 0, 1, ...). A row's
-            tokens depend on nothing else: not on the other rows, their order, padding or the batch size.
+            noise depends on nothing else. On a CPU in fp32 nor do its tokens: not on the other rows, their order,
+            padding or the batch size. A GPU in 16 bits rounds by the shape of the batch, and a near tie may then fall
+            the other way.
         batch_size: rows decoded at once; 0 for all.
 
     """

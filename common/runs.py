@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from common import distributed
-from common.checkpoint import STAGE_FILE, RunFolder
+from common.checkpoint import LOCK_FILE, STAGE_FILE, RunFolder
 from common.engine import TrainedModel
 from common.errors import Stopped, UserError
 from common.metrics import MetricsLogger
@@ -41,6 +41,7 @@ class Run:
     ):
         _refuse_foreign(Path(reporting.output_dir))
         self.folder = RunFolder(reporting.output_dir, main_process=distributed.is_main())
+        _require_shared(self.folder.path)
         self.checkpoints = Checkpoints(self.folder.path, saving, total_steps, identity)
         self.log = MetricsLogger(
             self.folder.path,
@@ -89,6 +90,18 @@ class Run:
         self.log.close()
         self.folder.release()
         distributed.stop()
+
+
+def _require_shared(path: Path) -> None:
+    """Every rank writes its part of a checkpoint into the folder that rank 0 made: all nodes have to see that one."""
+    distributed.barrier()
+    rank = distributed.rank()
+    blind = distributed.max_over_ranks(0 if (path / LOCK_FILE).exists() else rank + 1)
+    if blind:
+        raise UserError(
+            f"--output_dir {path}: rank {blind - 1} does not see what rank 0 has written there; with several nodes it "
+            "has to be a folder on storage that all of them share"
+        )
 
 
 def _refuse_foreign(path: Path) -> None:

@@ -15,10 +15,10 @@ from common.errors import RunFailed
 from common.tensor_ops import masked_mean, masked_sum
 from step3_rlhf.experience import Experience
 
-# In fp32 the sampler, the scoring forward and the training forward compute the same numbers up to rounding. Beyond this
-# they do not see the same tokens, positions or weights. In 16 bits rounding itself reaches the second figure.
-FP32_TOLERANCE = 1e-4
-LOW_PRECISION_WARNING = 1e-2
+# In fp32 the sampler, the scoring forward and the training forward compute the same numbers up to rounding. Beyond the
+# first figure they do not see the same tokens, positions or weights. In 16 bits rounding itself reaches the second. A
+# GPU takes other kernels for other shapes of a batch, which round differently; its figures are estimates.
+LIMITS = {"cpu": (1e-4, 1e-2), "cuda": (1e-3, 5e-2)}
 
 
 def objective_metrics(experience: Experience, kl: Tensor, shaped_scores: Tensor, kl_coef: float) -> dict:
@@ -111,27 +111,32 @@ def check_sampler(step: int, experience: Experience, exact: bool, say: Callable[
         RunFailed: `exact` (fp32) and they differ.
     """
     gap = (experience.rollout_logprobs - experience.logprobs).abs().where(experience.mask, 0)
-    if exact and not gap.max() <= FP32_TOLERANCE:  # NaN fails too
+    tolerance, rounding = LIMITS[gap.device.type]
+    if exact and not gap.max() <= tolerance:  # NaN fails too
         row = int(gap.amax(1).argmax())
         raise RunFailed(
             f"step {step}, response {row}: the sampler's log-probs differ from the trainer's by up to {gap.max():.2e} "
-            f"in fp32 (tolerance {FP32_TOLERANCE}): they do not see the same tokens, positions or weights"
+            f"in fp32 (tolerance {tolerance}): they do not see the same tokens, positions or weights"
         )
     mean = float(masked_mean(gap, experience.mask))
-    if not exact and mean > LOW_PRECISION_WARNING:
+    if not exact and mean > rounding:
         say(f"warning: step {step}: sampler and trainer differ by {mean:.3f} nats a token on average")
 
 
-def check_first_ratio(step: int, ratio: float, exact: bool, say: Callable[[str], None]) -> None:
+def check_first_ratio(step: int, ratio: float, exact: bool, say: Callable[[str], None], device: str) -> None:
     """Before its first update the policy is the one that sampled, so the first minibatch's mean ratio is 1.
+
+    Args:
+        device: "cpu" or "cuda", where it was computed.
 
     Raises:
         RunFailed: `exact` (fp32) and it is not.
     """
-    if exact and not abs(ratio - 1) <= FP32_TOLERANCE:
+    tolerance, rounding = LIMITS[device]
+    if exact and not abs(ratio - 1) <= tolerance:
         raise RunFailed(
             f"step {step}: the first minibatch's ratio is {ratio:.6f} in fp32, wanted 1: the training forward does not "
             "reproduce the scoring forward (dropout left on, other padding, or other weights)"
         )
-    if not abs(ratio - 1) <= LOW_PRECISION_WARNING:
+    if not abs(ratio - 1) <= rounding:
         say(f"warning: step {step}: the first minibatch's ratio is {ratio:.4f}, wanted 1")

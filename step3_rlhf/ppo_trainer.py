@@ -202,9 +202,8 @@ class PPOTrainer:
                         self.actor.train_step(batches, lambda batch, n=count: self.actor_share(batch, n), step, dealt)
                     )
                 if len(actor_results) == 1:
-                    ppo_metrics.check_first_ratio(
-                        step, actor_results[0].sums["ratio"] / counts[0], self.exact, self.say
-                    )
+                    ratio = actor_results[0].sums["ratio"] / counts[0]
+                    ppo_metrics.check_first_ratio(step, ratio, self.exact, self.say, self.actor.device.type)
         return ppo_metrics.update_metrics(actor_results, critic_results, counts)
 
     def actor_share(self, batch: exp.MicroBatch, count: float) -> tuple[Tensor, dict[str, Tensor]]:

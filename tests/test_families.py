@@ -626,6 +626,14 @@ def test_the_trial_of_padding_leaves_room_for_rounding_only(odd):
         models.check_reading(by_column, hf, "cpu", exact=True)
 
 
+def test_a_model_whose_output_is_not_finite_is_refused_at_the_start(odd):
+    hf = load_causal_lm(odd / "opt")
+    with torch.no_grad():
+        hf.model.decoder.layers[0].fc1.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="OPTForCausalLM: its output holds numbers that are not finite"):
+        models.check_reading(LanguageModel(hf), hf, "cpu", exact=True)
+
+
 def test_a_reward_model_says_which_text_it_cannot_read(run, odd):
     """Templates that know no system turn; more tokens than positions, found only when the text is there."""
     judge, actor = run("llama", "reward model") / "models/reward", run("gpt2", "SFT") / "models/sft"

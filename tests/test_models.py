@@ -118,6 +118,25 @@ def test_values_are_those_of_a_plain_forward_in_float64_whatever_the_padding(fam
                 )
 
 
+def test_a_bf16_models_scores_are_not_rounded_to_bf16(classifiers):
+    """The head's product is that of its bf16 weights and bf16 inputs in more precision, in training and in scoring."""
+    ours, _ = load_scalar_model(classifiers["llama"], "bf16")
+    ids, mask = padded(*PADDINGS[0])
+    seen = []
+    ours.hf.score.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    values = ours(ids, mask)
+    assert seen[0].dtype == torch.bfloat16 and ours.hf.score.weight.dtype == torch.bfloat16
+    expected = seen[0].double() @ ours.hf.score.weight.double()[0]
+    torch.testing.assert_close(values.double(), expected, atol=1e-6, rtol=1e-5)
+    assert (values != values.bfloat16()).float().mean() > 0.9
+    values[mask].sum().backward()
+    assert ours.hf.score.weight.grad.dtype == torch.bfloat16 and ours.hf.score.weight.grad.abs().max() > 0
+    plain = AutoModelForSequenceClassification.from_pretrained(classifiers["llama"], dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        rounded = plain.score(seen[0]).squeeze(-1).float()
+    torch.testing.assert_close(values, rounded, atol=1e-3, rtol=2**-7)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_the_logits_of_plain_transformers(family, classifiers):
     plain = AutoModelForSequenceClassification.from_pretrained(classifiers[family]).eval()

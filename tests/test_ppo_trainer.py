@@ -554,14 +554,16 @@ def test_in_low_precision_a_gap_is_told_and_not_fatal():
 
 def test_a_first_ratio_that_is_not_one_stops_the_run_or_is_told():
     said = []
-    ppo_metrics.check_first_ratio(4, 1 + 9e-5, True, said.append)
-    ppo_metrics.check_first_ratio(4, 1.005, False, said.append)
+    ppo_metrics.check_first_ratio(4, 1 + 9e-5, True, said.append, "cpu")
+    ppo_metrics.check_first_ratio(4, 1 + 9e-4, True, said.append, "cuda")
+    ppo_metrics.check_first_ratio(4, 1.005, False, said.append, "cpu")
+    ppo_metrics.check_first_ratio(4, 1.04, False, said.append, "cuda")
     assert not said
-    for ratio in (1 + 2e-4, 1 - 2e-4, math.nan):
+    for ratio, device in ((1 + 2e-4, "cpu"), (1 - 2e-4, "cpu"), (math.nan, "cpu"), (1 + 2e-3, "cuda")):
         with pytest.raises(RunFailed, match="step 4: the first minibatch's ratio is"):
-            ppo_metrics.check_first_ratio(4, ratio, True, said.append)
+            ppo_metrics.check_first_ratio(4, ratio, True, said.append, device)
     for ratio in (1.02, math.nan):
-        ppo_metrics.check_first_ratio(4, ratio, False, said.append)
+        ppo_metrics.check_first_ratio(4, ratio, False, said.append, "cpu")
     assert len(said) == 2 and said[0] == "warning: step 4: the first minibatch's ratio is 1.0200, wanted 1"
 
 
