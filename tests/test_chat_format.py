@@ -370,9 +370,8 @@ def test_a_template_that_drops_reasoning_is_refused_for_training_and_fine_as_his
 
 
 @pytest.mark.parametrize("template, why", [
-    # The number of turns in front, which is another one when the answer stands there: nothing in common to start from.
-    ("{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-     "{% if add_generation_prompt %}{{ '?' }}{% endif %}{{ messages[-1]['content'] | length }}",
+    # In front the number of turns and of the last one's letters: nothing in common to start from.
+    ("{{ messages | length ~ messages[-1]['content'] | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
      "its start cannot be found"),
     # The last turn first: what stands before the answer is not what was asked.
     ("{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}", "leaves out what a turn of role user says"),
@@ -482,7 +481,7 @@ def test_a_greeting_is_context_in_prompts_and_pairs_and_goes_first_where_there_i
 
 # ---- templates that do not end
 
-NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 @pytest.mark.parametrize("template, why", [
