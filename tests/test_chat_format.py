@@ -486,10 +486,8 @@ NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 @pytest.mark.parametrize("template, why", [
     (NESTED, "it runs for more than 1 seconds, or needs more than"),
-    ("{{ 'a' * 300000000 }}", "it prints 300,000,000 characters"),
-    ("{{ 'a' * 9000000000 }}", "it needs more than"),
-    ("{% set ns = namespace(x='aaaa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-     "it needs more than"),
+    ("{{ 'a' * 3000000 }}", "it prints 3,000,0"),
+    ("{{ 'a' * 9000000000 }}", "it needs more than 2 GB"),
 ])  # fmt: skip
 def test_a_template_without_an_end_is_refused_in_a_process_of_its_own(template, why, monkeypatch):
     monkeypatch.setattr(template_limits, "SECONDS", 1)
