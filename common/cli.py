@@ -416,6 +416,12 @@ def add_switch(group, name: str, default: bool, help: str) -> None:
     group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help)
 
 
+def add_timeout_flag(group) -> None:
+    """The limit of functions that come as FILE.py:FUNCTION."""
+    help = "seconds that loading FILE.py, and then each call of its FUNCTION, may take; 0: no limit"
+    group.add_argument("--reward_timeout", type=number(0, 1e6), default=1800, metavar="SECONDS", help=help)
+
+
 # fmt: off
 def add_run_flags(parser: Parser, output_dir: str) -> None:
     """Where the run reads and writes, its seed, and what it reports."""

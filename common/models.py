@@ -268,25 +268,31 @@ def positions_of(config) -> float:
     return limit if limit and limit > 0 else math.inf
 
 
-def stop_ids_of(path: str | Path) -> list[int]:
-    """The stop tokens named by a model's generation configuration; none if it has no such file."""
+def stop_ids_of(path: str | Path, config) -> list[int]:
+    """The stop tokens that a model names, in transformers' order: in generation_config.json, else in its `config`.
+
+    Raises:
+        UserError: a generation_config.json that cannot be read.
+    """
     from transformers import GenerationConfig
 
     try:
         eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
-    except OSError:
-        return []
+    except (OSError, ValueError) as error:
+        if (Path(path) / "generation_config.json").exists():
+            raise UserError(f"{path}/generation_config.json cannot be read: {_first_line(error)}") from error
+        eos = None
+    if eos is None:
+        eos = GenerationConfig.from_model_config(config).eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def set_special_tokens(hf: nn.Module, tokenizer, stop_ids: tuple[int, ...]) -> None:
     """Makes tokenizer, configuration and generation configuration agree on pad and on what ends a response."""
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop_ids[0])
-    hf.config.pad_token_id = tokenizer.pad_token_id
-    hf.config.eos_token_id = stop_ids[0]
-    if getattr(hf, "generation_config", None) is not None:
-        hf.generation_config.pad_token_id = tokenizer.pad_token_id
-        hf.generation_config.eos_token_id = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
+    for config in filter(None, (hf.config, getattr(hf, "generation_config", None))):
+        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ _LARGE = 2**30  # bytes of a file of somebody else's model that is known by its 
 # content instead of by name.
 FREE_FLAGS = frozenset(
     ["output_dir", "data", "data_split", "tokens_cache", "model_name_or_path", "actor", "critic", "ref", "reward"]
-    + ["logging_steps", "sample_steps", "report_to", "run_name", "push_to_hub", "hub_model_id"]
+    + ["logging_steps", "sample_steps", "report_to", "run_name", "reward_timeout", "push_to_hub", "hub_model_id"]
     + ["save_steps", "save_total_limit", "resume_from_checkpoint", "timeout_minutes", "config", "local_rank"]
 )
 

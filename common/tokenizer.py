@@ -57,7 +57,7 @@ def prepare(
     tokenizer = models.load_tokenizer(path, trust_remote_code)
     models.check_length(config, max_length, length_flags)
     template = chat_format.ensure_template(tokenizer, chat_template)
-    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(path))
+    stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(path, config))
     _, _, pad_note = choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     return Prepared(tokenizer, config, stop_ids, f"template: {template}; {pad_note}")
 

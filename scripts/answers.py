@@ -2,17 +2,16 @@
 
 An answer is a dict: row (index of its prompt), prompt (messages), response (text), length (tokens, the stop token
 included), truncated (cut by length), prompt_ids and ids; scorers add to it. A scorer is called with a list of answers
-and gives one number, or None for "cannot say", for each.
+and the tokenizer of who gave them, and gives one number, or None for "cannot say", for each.
 """
-
-import inspect
 
 import torch
 
 from common import chat_format, models, tensor_ops
 from common.batches import pad_left, pad_right
-from common.errors import UserError
+from common.functions import Function
 from common.generation import SamplingParams, generate
+from common.reading import Reader
 
 
 class Answerer:
@@ -23,7 +22,7 @@ class Answerer:
         self.tokenizer = models.load_tokenizer(path, load_flags.get("trust_remote_code", False))
         self.template = chat_format.ensure_template(self.tokenizer, chat_template)  # in words
         self.hf = models.load_causal_lm(path, dtype, device=device, **load_flags)
-        self.stop_ids = chat_format.stop_ids(self.tokenizer, self.hf.generation_config.eos_token_id)
+        self.stop_ids = chat_format.stop_ids(self.tokenizer, models.stop_ids_of(path, self.hf.config))
 
     def sample(
         self, prompts: list[list[dict]], rows: list[int], *, step: int, batch_size: int, **sampling
@@ -39,13 +38,11 @@ class Answerer:
         answers = []
         for row, response, mask, cut in zip(rows, rollout.response, rollout.mask, rollout.truncated, strict=True):
             sampled = response[mask].tolist()
-            text = sampled if cut else sampled[:-1]
             answers.append(
                 {
                     "row": row,
                     "prompt": prompts[row],
-                    # the space after "Assistant:" is the template's
-                    "response": self.tokenizer.decode(text, skip_special_tokens=True).removeprefix(" "),
+                    "response": self.text(sampled),
                     "length": len(sampled),
                     "truncated": bool(cut),
                     "prompt_ids": ids[row],
@@ -53,6 +50,10 @@ class Answerer:
                 }
             )
         return answers
+
+    def text(self, ids: list[int]) -> str:
+        """A response as people, rewards and judges read it."""
+        return chat_format.decode_answer(self.tokenizer, ids, self.stop_ids)
 
     def params(self, *, temperature: float, **sampling) -> SamplingParams:
         """How this model samples and stops. `sampling`: max_new_tokens, top_p, top_k, seed; temperature 0: greedy."""
@@ -82,58 +83,36 @@ class Answerer:
 
 
 class RewardModel:
-    """A reward folder as a scorer: of the very ids where it reads the prompt as the actor does, else of the text."""
+    """A reward folder as a scorer."""
 
     def __init__(self, path, dtype: str, device, chat_template: str | None = None, batch_size: int = 64, **load_flags):
+        self.path, self.batch_size, self.device, self.reader = path, batch_size, device, None
         self.tokenizer = models.load_tokenizer(path, load_flags.get("trust_remote_code", False))
         chat_format.ensure_template(self.tokenizer, chat_template)
         self.model, _ = models.load_scalar_model(path, dtype, device=device, **load_flags)
-        self.batch_size, self.device = batch_size, device
 
-    def __call__(self, answers: list[dict]) -> list[float]:
-        scores = []
+    def __call__(self, answers: list[dict], tokenizer) -> list[float]:
+        if self.reader is None or self.reader.actor_tokenizer is not tokenizer:
+            self.reader = Reader(self.path, self.model.hf.config, self.tokenizer, tokenizer)
+        scores, read = [], self.reader.ids
         for batch in batches(answers, self.batch_size):
-            tokens, mask = pad_right([self._ids(answer) for answer in batch], 0)
-            scores += self.model.score(tokens.to(self.device), mask.to(self.device)).tolist()
+            each = [read(a["prompt"], a["prompt_ids"] + a["ids"], a["response"], a["truncated"]) for a in batch]
+            tokens, mask = pad_right(each, 0)
+            found = self.model.score(tokens.to(self.device), mask.to(self.device))
+            self.reader.check(found)
+            scores += found.tolist()
         return scores
-
-    def _ids(self, answer: dict) -> list[int]:
-        prompt = chat_format.encode_prompt(self.tokenizer, answer["prompt"])
-        if prompt == answer["prompt_ids"]:
-            return prompt + answer["ids"]
-        return chat_format.encode_scored(self.tokenizer, [*answer["prompt"], *messages_of(answer)], answer["truncated"])
 
 
 class FunctionJudge:
-    """A function of TRL's signature, `f(prompts, completions, **columns)`, as a scorer.
+    """A user's function as a scorer; `rows` are the data's, by the number that an answer has in `row`."""
 
-    `columns` are the extra columns of the prompt's row, and `truncated`, as far as the function takes them.
-    """
-
-    def __init__(self, function, rows: list[dict]):
+    def __init__(self, function: Function, rows: list[dict]):
         self.function, self.rows = function, rows
-        parameters = inspect.signature(function).parameters
-        names = {"truncated", *(name for row in rows for name in row)} - {"prompt"}
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        self.columns = sorted(names if takes_all else names & set(parameters))
 
-    def __call__(self, answers: list[dict]) -> list[float | None]:
-        columns = {
-            name: [a["truncated"] if name == "truncated" else self.rows[a["row"]].get(name) for a in answers]
-            for name in self.columns
-        }
-        prompts, completions = [a["prompt"] for a in answers], [messages_of(a) for a in answers]
-        scores = self.function(prompts=prompts, completions=completions, **columns)
-        if len(scores) != len(answers):
-            raise UserError(
-                f"the judge gave {len(scores)} scores for {len(answers)} answers; it has to give one for each"
-            )
-        return [None if score is None else float(score) for score in scores]
-
-
-def messages_of(answer: dict) -> list[dict]:
-    """The response as a conversation's next messages."""
-    return [{"role": "assistant", "content": answer["response"]}]
+    def __call__(self, answers: list[dict], tokenizer) -> list[float | None]:
+        texts, cut, ids = ([answer[name] for answer in answers] for name in ("response", "truncated", "ids"))
+        return self.function([self.rows[answer["row"]] for answer in answers], texts, cut, ids)
 
 
 def batches(items: list, size: int) -> list[list]:

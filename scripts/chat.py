@@ -221,25 +221,27 @@ def ask(speaker: Speaker, opening: list[dict], question: str, params, number: in
     remarks = [f"cut after {len(ids)} tokens"] * truncated
     if reward:
         answer = {"prompt": prompt, "prompt_ids": prompt_ids, "response": text, "ids": ids, "truncated": truncated}
-        remarks.append(f"reward {reward([answer])[0]:+.2f}")
+        try:
+            remarks.append(f"reward {reward([answer], tokenizer)[0]:+.2f}")
+        except UserError as error:  # such as a text too long for the reward model; the talk goes on
+            remarks.append(f"no reward: {error}")
     print(styled(" (" + ", ".join(remarks) + ")", "2") if remarks else "")
     speaker.turns = [*prompt[len(opening) :], {"role": "assistant", "content": text}]
 
 
 def stream(model, prompt_ids: list[int], params, number: int) -> tuple[str, list[int]]:
     """Samples an answer and prints it as far as its text is certain; its text and ids. Ctrl-C cuts it short."""
-    from common.chat_format import decode_answer
     from common.metrics import printable
 
     ids, shown = [], ""
     with contextlib.suppress(KeyboardInterrupt):
         for token in sampled_tokens(model, prompt_ids, params, number):
             ids.append(token)
-            text = decode_answer(model.tokenizer, ids)
+            text = model.text(ids)
             if not text.endswith("\ufffd"):  # that may be the beginning of a character
                 print(printable(text[len(shown) :]), end="", flush=True)
                 shown = text
-    text = decode_answer(model.tokenizer, ids)
+    text = model.text(ids)
     print(printable(text[len(shown) :]), end="")
     return text, ids
 

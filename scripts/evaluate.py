@@ -5,12 +5,14 @@
 Reads   the held-out prompts of a step-0 folder (DATA/prompts/eval.parquet), or any parquet file with a `prompt` column;
         HF causal-LM folders; a judge: FILE.py:FUNCTION with TRL's signature, or a reward-model folder
 Writes  OUTPUT.json (one entry a model, and each model's difference to the first) and OUTPUT.samples.jsonl, every answer
+        (OUTPUT.unjudged.jsonl: those so far, when scoring them has failed)
 
 Every model answers the same prompts with the same sampling noise, so differences are paired. Intervals are 95%
 bootstrap intervals over prompts, since answers to one prompt are not independent. One process.
 """
 
 import json
+import math
 import sys
 import textwrap
 from pathlib import Path
@@ -18,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli
-from common.errors import UserError
+from common.errors import RunFailed, UserError
 
 MODEL_STAGES = ("sft", "rlhf-actor", "dpo", "base")
 
@@ -35,6 +37,7 @@ def parse_args(argv=None):
     )
     flag("--reward", metavar="DIR", help="reward model: adds its own mean score, and picks for --best_of")
     flag("--ref", metavar="DIR", help="reference model: adds the KL distance to it")
+    cli.add_timeout_flag(flag.__self__)
     flag = parser.add_argument_group("sampling").add_argument
     flag("--num_samples", type=cli.positive, default=256, help="answers a model, spread evenly over the prompts")
     flag("--best_of", type=cli.natural, default=0, help="also judge the best of N answers a prompt; 0: off")
@@ -58,19 +61,26 @@ def parse_args(argv=None):
 
 def main(argv=None) -> None:
     args = parse_args(argv)
-    from common import checkpoint, metrics
+    from common import checkpoint, functions, metrics
 
     # 1. What can be wrong is found out before anything large is loaded.
     parents = [checkpoint.require_stage(path, "--model", MODEL_STAGES) for path in args.model]
     if args.ref:
         checkpoint.require_stage(args.ref, "--ref", MODEL_STAGES)
-    for flag, path in (("--reward", args.reward), ("--judge", args.judge)):
-        if path and Path(path).is_dir():
-            checkpoint.require_stage(path, flag, ("reward",))
+    if args.reward:
+        checkpoint.require_stage(args.reward, "--reward", ("reward",))
+    if Path(args.judge).is_dir():
+        checkpoint.require_stage(args.judge, "--judge", ("reward",))
+    else:
+        functions.require_file(args.judge, "--judge")
     rows = held_out_prompts(args.data, parents[0])
 
     # 2. Each model answers the same prompts, and its answers are scored.
-    entries, answers = answer_and_score(args, rows)
+    unjudged = Unjudged(args.output.with_suffix(".unjudged.jsonl"))
+    try:
+        entries, answers = answer_and_score(args, rows, unjudged)
+    except (UserError, RunFailed) as error:
+        raise type(error)(f"{error}{unjudged.where()}") from error
 
     # 3. Files, table, a few answers to read.
     record = {
@@ -90,6 +100,7 @@ def main(argv=None) -> None:
     lines = [metrics.json_line({"model": m} | a) for m, these in zip(args.model, answers, strict=True) for a in these]
     checkpoint.atomic_write_text(samples_file, "".join(lines))
     checkpoint.atomic_write_text(args.output, json.dumps(record, indent=1) + "\n")
+    unjudged.file.unlink()
     print_table(args, record)
     print_answers(args, answers)
     print(f"written: {args.output} and {samples_file}")
@@ -114,13 +125,33 @@ def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
     return read_rows(file)
 
 
-def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict]]]:
+class Unjudged:
+    """Answers in a file until they have scores: sampling is most of the work, and a judge may fail or never return."""
+
+    def __init__(self, file: Path):
+        self.file, self.lines = file, []
+
+    def add(self, model: str, answers: list[dict]) -> None:
+        from common import checkpoint, metrics
+
+        self.lines += [metrics.json_line({"model": model} | without_ids(answer)) for answer in answers]
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.atomic_write_text(self.file, "".join(self.lines))
+
+    def where(self) -> str:
+        return f"; the {len(self.lines)} answers sampled so far are in {self.file}" if self.lines else ""
+
+
+def without_ids(answer: dict) -> dict:
+    return {name: value for name, value in answer.items() if name not in ("prompt_ids", "ids")}
+
+
+def answer_and_score(args, rows: list[dict], unjudged: Unjudged) -> tuple[list[dict], list[list[dict]]]:
     """For each model: its entry in the report, and its answers. One model is in memory at a time."""
     import torch
 
-    from common import chat_format, models
-    from common.functions import load_function
-    from scripts.answers import Answerer, FunctionJudge, RewardModel, messages_of
+    from common import chat_format, functions, models
+    from scripts.answers import Answerer, FunctionJudge, RewardModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, reason = models.choose_dtype(args.dtype, device)
@@ -132,18 +163,27 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
     tokenizers = [models.load_tokenizer(path, args.trust_remote_code) for path in args.model]
     for tokenizer in tokenizers:
         chat_format.ensure_template(tokenizer, args.chat_template)
-    fitting = [row for row in rows if all(fits(tokenizer, row["prompt"], args) for tokenizer in tokenizers)]
+    lengths = [longest(tokenizers, row["prompt"]) for row in rows]
+    fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= args.max_prompt_length]
     if not fitting:
         raise UserError(f"none of {len(rows)} held-out prompts fits --max_prompt_length {args.max_prompt_length}")
     aside = f", {len(rows) - len(fitting)} set aside as too long or malformed" if len(fitting) < len(rows) else ""
     print(f"{len(fitting)} held-out prompts{aside}")
+    whole = max(length for length in lengths if length <= args.max_prompt_length) + args.max_completion_length
+    for path in filter(None, (*args.model, args.ref)):
+        config = models.read_config(path, args.trust_remote_code)
+        models.check_length(config, whole, "--max_prompt_length and --max_completion_length", whose=path)
+    if args.ref:
+        check_reference(args, tokenizers)
 
     on_topic = None
     if Path(args.judge).is_dir():
         judge = RewardModel(args.judge, batch_size=args.batch_size, **load)
     else:
-        function, module = load_function(args.judge, "--judge")
-        judge, on_topic = FunctionJudge(function, fitting), getattr(module, "on_topic", None)
+        name = f"judge {args.judge.rpartition(':')[2]}"
+        function, module = functions.load(args.judge, "--judge", name, args.reward_timeout)
+        function.require(set(fitting[0]))
+        judge, on_topic = FunctionJudge(function, fitting), on_topic_of(module, function)
     reward = RewardModel(args.reward, batch_size=args.batch_size, **load) if args.reward else None
     ref = Answerer(args.ref, **load) if args.ref else None
 
@@ -157,13 +197,13 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
         del model  # its memory is needed for the next one
         model = Answerer(path, **load)
         answers = model.sample(prompts, spread, step=0, **sampling)
-        columns = {"score": judge(answers)}
+        unjudged.add(path, answers)
+        columns = {"score": judge(answers, model.tokenizer)}
         if reward:
-            columns["reward"] = reward(answers)
+            columns["reward"] = reward(answers, model.tokenizer)
         if on_topic:
-            columns["on_topic"] = [bool(on_topic(a["prompt"], messages_of(a))) for a in answers]
+            columns["on_topic"] = list(map(bool, FunctionJudge(on_topic, fitting)(answers, model.tokenizer)))
         if ref:
-            check_same_vocabulary(model, ref)
             ours, theirs = (m.logprobs(answers, args.temperature or 1.0, args.batch_size) for m in (model, ref))
             columns["kl"] = [a - b for a, b in zip(ours, theirs, strict=True)]  # k1, summed over the answer
         entry = {"model": path, "score": mean(columns["score"])}
@@ -174,36 +214,65 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
         entry["response_length"] = mean([answer["length"] for answer in answers])
         if args.best_of:
             each = [row for row in range(len(prompts)) for _ in range(args.best_of)]
-            picked = pick_best(model.sample(prompts, each, step=1, **sampling), reward, args.best_of)
-            scores = judge(picked)
+            several = model.sample(prompts, each, step=1, **sampling)
+            unjudged.add(path, several)
+            picked = pick_best(several, reward(several, model.tokenizer), args.best_of)
+            scores = judge(picked, model.tokenizer)
             entry[f"best_of_{args.best_of}"] = mean(scores)
             entry[f"best_of_{args.best_of}_interval"] = interval(picked, scores, args.seed)
         entries.append(entry)
         named = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        ids = ("prompt_ids", "ids")
-        everything.append(
-            [{k: v for k, v in a.items() if k not in ids} | more for a, more in zip(answers, named, strict=True)]
-        )
+        everything.append([without_ids(answer) | more for answer, more in zip(answers, named, strict=True)])
     return entries, everything
 
 
-def fits(tokenizer, prompt: list[dict], args) -> bool:
+def longest(tokenizers: list, prompt: list[dict]) -> float:
+    """Tokens of a prompt where it has most of them; infinitely many where a template refuses it."""
     from common import chat_format
 
     try:
-        return len(chat_format.encode_prompt(tokenizer, prompt)) <= args.max_prompt_length
+        return max(len(chat_format.encode_prompt(tokenizer, prompt)) for tokenizer in tokenizers)
     except chat_format.RowError:
-        return False
+        return math.inf
 
 
-def check_same_vocabulary(model, ref) -> None:
-    if model.tokenizer.get_vocab() != ref.tokenizer.get_vocab():
-        raise UserError(f"--ref {ref.path} has another vocabulary than --model {model.path}: no KL between them")
+def check_reference(args, tokenizers: list) -> None:
+    """The reference has to read the very ids that each model samples.
+
+    Raises:
+        UserError: it has another vocabulary, or fewer rows of the embedding.
+    """
+    from common import models
+
+    vocabulary = models.load_tokenizer(args.ref, args.trust_remote_code).get_vocab()
+    configs = [models.read_config(path, args.trust_remote_code) for path in (args.ref, *args.model)]
+    rows = [config.get_text_config().vocab_size for config in configs]
+    for path, tokenizer, size in zip(args.model, tokenizers, rows[1:], strict=True):
+        if tokenizer.get_vocab() != vocabulary:
+            raise UserError(f"--ref {args.ref} has another vocabulary than --model {path}: no KL between them")
+        if size > rows[0]:
+            raise UserError(
+                f"--model {path} may sample {size} tokens and --ref {args.ref} has rows for {rows[0]}: no KL between "
+                "them; take a reference of the same size, or leave --ref out"
+            )
 
 
-def pick_best(answers: list[dict], reward, n: int) -> list[dict]:
-    """Of every n consecutive answers the one the reward model likes best (the first of equals)."""
-    scores = reward(answers)
+def on_topic_of(module, judge):
+    """A judge's file may also say whether an answer is on topic: on_topic(prompt, completion) -> bool."""
+    from common.functions import Function
+
+    function = getattr(module, "on_topic", None)
+    if not callable(function) or not {"prompt", "completion"} <= Function("on_topic", function).takes:
+        return None
+
+    def each(prompts, completions):
+        return [bool(function(prompt, said)) for prompt, said in zip(prompts, completions, strict=True)]
+
+    return Function("on_topic", each, judge.timeout, judge.file)
+
+
+def pick_best(answers: list[dict], scores: list[float], n: int) -> list[dict]:
+    """Of every n consecutive answers the one with the best score (the first of equals)."""
     return [answers[max(range(i, i + n), key=scores.__getitem__)] for i in range(0, len(answers), n)]
 
 

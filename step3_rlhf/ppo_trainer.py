@@ -110,7 +110,7 @@ class PPOTrainer:
         # 2. Score whole responses.
         plan = exp.forward_plan(len(prompts), ppo.rollout_forward_batch_size)
         texts = [self.decode(ids[kept].tolist()) for ids, kept in zip(rollout.response, rollout.mask, strict=True)]
-        answers = Answers([prompts[row].row for row in own], texts, rollout, plan.size, plan.count)
+        answers = Answers([prompts[row].row for row in own], texts, rollout, plan.size, plan.count, step)
         by_source = [source(answers) for source in self.sources]  # (rows of this rank,) each
         seconds["score"] = clock.seconds()
 

@@ -4,22 +4,20 @@ Legend: B rows, Q padded prompt length, R padded response length.
 """
 
 import dataclasses
-import inspect
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from common import chat_format
 from common.batches import pad_right
 from common.engine import FrozenModel
-from common.errors import RunFailed, UserError
-from common.functions import is_function
+from common.errors import UserError
+from common.functions import Function, is_function
 from common.generation import Rollout
-from common.models import at_last_token, positions_of
+from common.models import at_last_token
+from common.reading import Reader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +25,8 @@ class Answers:
     """Sampled responses of this rank, as tokens and as text.
 
     rows: the prompts' data rows (`prompt` messages and any extra columns); texts: the responses, decoded.
-    num_forwards: micro-batches every rank runs through a model, equal everywhere; micro_size: rows in one.
+    num_forwards: micro-batches every rank runs through a model, equal everywhere; micro_size: rows in one. step: the RL
+    step, counted from 1.
     """
 
     rows: list[dict]
@@ -35,6 +34,7 @@ class Answers:
     rollout: Rollout
     micro_size: int
     num_forwards: int
+    step: int = 1
 
 
 class Source(Protocol):
@@ -54,9 +54,8 @@ class RewardModel:
     """
 
     def __init__(self, name: str, model: FrozenModel, tokenizer, actor_tokenizer, norm: str, mean: float, std: float):
-        self.name, self.model, self.tokenizer = name, model, tokenizer
-        self.config = model.module.hf.config
-        self.same_tokens = same_tokenizer(tokenizer, actor_tokenizer)
+        self.name, self.model = name, model
+        self.reader = Reader(name, model.module.hf.config, tokenizer, actor_tokenizer)
         self.shift = 0.0 if norm == "none" else mean
         self.scale = max(std, 1e-6) if norm == "standardize" else 1.0
 
@@ -65,9 +64,8 @@ class RewardModel:
         device = rollout.response.device
         ids = torch.cat([rollout.query, rollout.response], 1)
         mask = torch.cat([rollout.query_mask, rollout.mask], 1)
-        # An actor may have spare rows that this model has not; what it samples there has no text.
-        if not self.same_tokens or (len(ids) and ids.max() >= self.config.get_text_config().vocab_size):
-            ids, mask = (x.to(device) for x in self._retokenise(answers))
+        if len(ids) and not self.reader.takes(int(ids.max())):
+            ids, mask = (x.to(device) for x in self._read(answers, ids, mask))
         scores = torch.zeros(len(ids), device=device)
         for number in range(answers.num_forwards):
             some = slice(number * answers.micro_size, (number + 1) * answers.micro_size)
@@ -76,69 +74,33 @@ class RewardModel:
             values = at_last_token(self.model(ids[some], mask[some]), mask[some])
             if not idle:
                 scores[some] = values
-        if not scores.isfinite().all():
-            raise RunFailed(f"the reward model {self.name} scored {scores.tolist()}: its weights are damaged")
+        self.reader.check(scores)
         return (scores - self.shift) / self.scale
 
-    def _retokenise(self, answers: Answers) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same conversations in this model's tokens; an answer cut by length gets no turn end here either."""
-        try:
-            rows = [
-                chat_format.encode_scored(self.tokenizer, [*row["prompt"], {"role": "assistant", "content": text}], cut)
-                for row, text, cut in zip(answers.rows, answers.texts, answers.rollout.truncated.tolist(), strict=True)
-            ]
-        except chat_format.RowError as error:
-            raise UserError(f"the reward model {self.name} cannot read a prompt: {error}") from error
-        limit = positions_of(self.config)
-        if (longest := max(map(len, rows), default=0)) > limit:
-            raise UserError(
-                f"a response with its prompt is {longest} tokens for the reward model {self.name}, which has positions "
-                f"for {limit}; lower --max_prompt_length or --max_completion_length"
-            )
-        return pad_right(rows, self.tokenizer.pad_token_id or 0)
+    def _read(self, answers: Answers, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same conversations row by row, each as this model can read it."""
+        sampled = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+        prompts, truncated = [row["prompt"] for row in answers.rows], answers.rollout.truncated.tolist()
+        return pad_right(list(map(self.reader.ids, prompts, sampled, answers.texts, truncated)), 0)
 
 
 class RewardFunction:
-    """Any Python function with TRL's signature: f(prompts, completions, **columns) -> list[float | None].
+    """A user's function as a source.
 
-    Prompts and completions are message lists; `columns` are the data's further columns, and `truncated`, as far as the
-    function takes them.
+    Args:
+        steps: of the whole run, for functions that ask for TRL's `trainer_state`.
     """
 
-    def __init__(self, name: str, function: Callable):
-        self.name, self.function = name, function
-        parameters = inspect.signature(function).parameters.values()
-        self.takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.takes = {parameter.name for parameter in by_name}
-        self.needs = {parameter.name for parameter in by_name if parameter.default is parameter.empty}
+    def __init__(self, name: str, function: Function, steps: int = 0):
+        self.name, self.function, self.steps = name, function, steps
 
     def __call__(self, answers: Answers) -> torch.Tensor:
-        names = {name for row in answers.rows for name in row} - {"prompt"}
-        given = {name: [row.get(name) for row in answers.rows] for name in sorted(names)}
-        given.setdefault("truncated", answers.rollout.truncated.tolist())
-        if lacking := self.needs - given.keys() - {"prompts", "completions"}:
-            there = ", ".join(sorted(names)) or "none"
-            raise UserError(
-                f"reward {self.name} wants the column {', '.join(sorted(lacking))}; beside prompt the data has {there}"
-            )
-        given["prompts"] = [row["prompt"] for row in answers.rows]
-        given["completions"] = [[{"role": "assistant", "content": text}] for text in answers.texts]
-        scores = self.function(**{name: v for name, v in given.items() if self.takes_all or name in self.takes})
-        try:
-            values = [math.nan if score is None else float(score) for score in scores]
-        except TypeError as error:
-            raise UserError(f"reward {self.name} returned {scores!r:.80}, wanted a list of numbers or None") from error
-        if len(values) != len(answers.rows):
-            raise UserError(f"reward {self.name} returned {len(values)} scores for {len(answers.rows)} responses")
-        found = torch.tensor(values, dtype=torch.float32, device=answers.rollout.response.device)
-        for row, (score, finite) in enumerate(zip(scores, found.isfinite().tolist(), strict=True)):
-            if score is not None and not finite:
-                raise UserError(
-                    f"reward {self.name} returned {score} for response {row} of this rank; wanted a finite number, or "
-                    "None for no opinion"
-                )
-        return found
+        rollout = answers.rollout
+        ids = [row[kept].tolist() for row, kept in zip(rollout.response, rollout.mask, strict=True)]
+        cut = rollout.truncated.tolist()
+        scores = self.function(answers.rows, answers.texts, cut, ids, answers.step - 1, self.steps)
+        values = [math.nan if score is None else score for score in scores]
+        return torch.tensor(values, dtype=torch.float32, device=rollout.response.device)
 
 
 def fuse(scores: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -176,12 +138,3 @@ def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:
         )
     stats = json.loads(path.read_text())
     return stats["mean"], stats["std"]
-
-
-def same_tokenizer(one, other) -> bool:
-    """Whether two tokenizers give the same ids to the same conversation, turn ends included."""
-    return (
-        one.get_vocab() == other.get_vocab()
-        and one.chat_template == other.chat_template
-        and chat_format.turn_end_id(one) == chat_format.turn_end_id(other)
-    )

@@ -56,6 +56,7 @@ def parse_args(argv=None):
     group.add_argument("--rollout_backend", default="native", choices=["native", "hybrid"], help="hybrid: DeepSpeed's engine, if it passes its checks here")
 
     group = parser.add_argument_group("reward")
+    cli.add_timeout_flag(group)
     group.add_argument("--score_norm", default="center", choices=["none", "center", "standardize"], help="of reward models, by their reward_stats.json")
     group.add_argument("--score_clip", type=cli.optional_float, default=5.0, help="scores are limited to +- this; none: off")
     group.add_argument("--missing_eos_penalty", type=cli.optional_float, default=1.0, help="subtracted from the score of a response cut by length; none: off")
@@ -149,8 +150,7 @@ def main() -> None:
     args = parse_args()
 
     # 1. Look at what is given, before anything heavy is loaded or written.
-    from common import checkpoint, data, hub
-    from common.functions import is_function, load_function
+    from common import checkpoint, data, functions, hub
 
     actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
     critic_stage = checkpoint.require_stage(args.critic, "--critic", wanted=("reward", "rlhf-critic", "sft", "base"))
@@ -163,7 +163,9 @@ def main() -> None:
         checkpoint.require_stage(args.ref, "--ref", wanted=("sft", "dpo", "rlhf-actor", "base"))
     reward_specs = args.reward or [args.critic]
     for spec in reward_specs:
-        if not is_function(spec):
+        if functions.is_function(spec):
+            functions.require_file(spec, "--reward")
+        else:
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
     files = data.locate_or_inherit(args.data, actor_stage, "prompts", args.data_split)
     upload = cli.pick(hub.Hub, args)
@@ -211,8 +213,12 @@ def main() -> None:
         raise UserError(
             f"--critic {args.critic} has another tokenizer than the actor, whose tokens it has to read; take one trained from the same base model, or the actor itself with --reward"
         )
-    functions = {spec: load_function(spec, "--reward")[0] for spec in reward_specs if is_function(spec)}
-    stats = {spec: rewards.read_stats(spec, args.score_norm) for spec in reward_specs if spec not in functions}
+    rules = {}
+    for spec, name in dict(zip(reward_specs, rewards.short_names(reward_specs), strict=True)).items():
+        if functions.is_function(spec):
+            rules[spec], _ = functions.load(spec, "--reward", f"reward {name}", args.reward_timeout)
+            rules[spec].require(set(prompts[0].row))
+    stats = {spec: rewards.read_stats(spec, args.score_norm) for spec in reward_specs if spec not in rules}
     for path in [args.critic, *stats]:
         config = models.read_config(path, args.trust_remote_code)
         models.check_length(config, longest, length_flags, whose=path)
@@ -310,8 +316,8 @@ def main() -> None:
         ref = frozen(language_model(args.ref or args.actor))
     sources = []
     for spec, name in zip(reward_specs, rewards.short_names(reward_specs), strict=True):
-        if spec in functions:
-            sources.append(rewards.RewardFunction(name, functions[spec]))
+        if spec in rules:
+            sources.append(rewards.RewardFunction(name, rules[spec], total_steps))
             continue
         model = frozen(scalar_model(spec))
         source = rewards.RewardModel(
@@ -320,7 +326,7 @@ def main() -> None:
         sources.append(source)
         log.say(
             f"reward {spec}: {args.score_norm}, mean of its own pairs {stats[spec][0]:.3f}"
-            + ("" if source.same_tokens else "; text is re-tokenised")
+            + ("" if source.reader.same_tokens else "; text is re-tokenised")
         )
     log.say(f"actor   {actor.describe()}")
     log.say(f"critic  {critic.describe()}")
@@ -345,7 +351,7 @@ def main() -> None:
         sampler=sampler,
         sources=sources,
         weights=args.reward_weights or [1.0] * len(sources),
-        decode=lambda ids: chat_format.decode_answer(text.tokenizer, ids),
+        decode=lambda ids: chat_format.decode_answer(text.tokenizer, ids, text.stop_ids),
         ppo=cli.pick(PPO, args),
         sampling=sampling,
         say=log.say,

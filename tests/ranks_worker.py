@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from common import adapters, chat_format, cli, distributed, engine, generation, hybrid_engine, models, supervised  # noqa: E402
 from common.batches import collate_sft  # noqa: E402
 from common.examples import tokenise_prompts, tokenise_sft  # noqa: E402
+from common.functions import Function  # noqa: E402
 from step1_sft.loss import sft_loss  # noqa: E402
 from step3_rlhf import rewards  # noqa: E402
 from step3_rlhf.ppo_trainer import PPO, PPOTrainer  # noqa: E402
@@ -104,7 +105,7 @@ def run_ppo(folder: Path, stage: int, steps: int, replay: list | None, device) -
         sampler=sampler if replay is None else Replay(replay),
         sources=[
             rewards.RewardModel("reward", reward, tokenizer, tokenizer, "none", 0.0, 1.0),
-            rewards.RewardFunction("length", length_reward),
+            rewards.RewardFunction("length", Function("length", length_reward)),
         ],
         weights=[1.0, 0.5],
         decode=lambda ids: chat_format.decode_answer(tokenizer, ids),

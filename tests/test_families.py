@@ -728,7 +728,7 @@ def test_a_new_process_with_plain_transformers_finds_the_same_models(run, tmp_pa
             assert seen["scores"] == pytest.approx(scores.tolist(), abs=1e-5), place
         else:
             assert seen["tied"] == (name in ("qwen2", "qwen3", "gpt2", "opt")), place
-            stops = tuple(models.stop_ids_of(folder))
+            stops = tuple(models.stop_ids_of(folder, models.read_config(folder)))
             rollout = generate(
                 load_causal_lm(folder),
                 prompts_of(folder)[:2],

@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaForSe
 
 from common import engine, generation, hybrid_engine, memory, models
 from common.examples import PromptExample
+from common.functions import Function
 from common.memory import How, Shape
 from common.models import LanguageModel, ScalarModel
 from scripts.model_sizes import read_shape
@@ -383,7 +384,7 @@ def test_an_rl_step_takes_at_most_what_is_said_and_little_less(dtype, stage, tmp
         cliprange_value=0.2, gamma=1.0, lam=0.95, whiten_rewards=False, whiten_advantages=True, score_clip=5.0,
         missing_eos_penalty=1.0, length_penalty=None, critic_warmup_steps=0, seed=1,
     )  # fmt: skip
-    source = rewards.RewardFunction("none", lambda prompts, completions, **_: [0.0] * len(prompts))
+    source = rewards.RewardFunction("none", Function("none", lambda completions, **_: [0.0] * len(completions)))
     trainer = PPOTrainer(
         actor, critic, ref, sampler, [source], [1.0], lambda ids: "", ppo, sampling, say=print, exact=False
     )

@@ -19,9 +19,10 @@ from transformers import (
     Qwen2Config,
 )
 
-from common import models
+from common import models, tokenizer
 from common.errors import UserError
 from common.models import LanguageModel, ScalarModel, load_causal_lm, load_scalar_model, load_tokenizer
+from scripts import answers
 
 VOCAB, PAD = 61, 0
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -347,11 +348,49 @@ def test_tokenizer_and_configurations_agree_on_pad_and_stop_tokens(tmp_path):
     )
     again = load_tokenizer(tmp_path / "b")
     assert again.eos_token == "<|im_end|>" and again.pad_token == "<|fim_pad|>"
-    assert config["eos_token_id"] == end and config["pad_token_id"] == again.pad_token_id
+    assert config["eos_token_id"] == [end, other] and config["pad_token_id"] == again.pad_token_id
     assert generation["eos_token_id"] == [end, other] and generation["pad_token_id"] == again.pad_token_id
-    assert models.stop_ids_of(tmp_path / "b") == [end, other]
     models.set_special_tokens(hf, tokenizer, (end,))
-    assert hf.generation_config.eos_token_id == end
+    assert hf.generation_config.eos_token_id == hf.config.eos_token_id == end
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        ({"eos_token_id": [7, 9]}, 5, [7, 9]),
+        ({"eos_token_id": 0}, 5, [0]),  # the first token of a vocabulary is a token
+        ({"temperature": 0.5, "do_sample": True}, [5, 6], [5, 6]),
+        (None, [5, 6], [5, 6]),  # as merge tools write it
+        (None, 5, [5]),
+        (None, None, []),
+    ],
+)
+def test_stop_tokens_in_transformers_order(tmp_path, generation, config, wanted):
+    """generation_config.json, else config.json; and training, chat and evaluation stop at the same."""
+    hf = load_causal_lm(save_llama(tmp_path))
+    (tmp_path / "generation_config.json").unlink()
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    record = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": config}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert models.stop_ids_of(tmp_path, models.read_config(tmp_path)) == wanted
+    end = load_tokenizer(tmp_path).convert_tokens_to_ids("<|im_end|>")
+    prepared = tokenizer.prepare(tmp_path, 40, "flags", None, False)
+    assert prepared.stop_ids == answers.Answerer(tmp_path, "fp32", "cpu").stop_ids == (end, *wanted)
+    prepared.fit(hf, None)  # and a folder that is saved names them all, in both files
+    models.save_pretrained(hf, tmp_path / "saved", hf.state_dict(), prepared.tokenizer)
+    for name in ("config", "generation_config"):
+        saved = json.loads((tmp_path / "saved" / f"{name}.json").read_text())
+        assert saved["eos_token_id"] == ([end, *wanted] if wanted else end)
+    assert load_tokenizer(tmp_path / "saved").eos_token_id == end
+    assert tokenizer.prepare(tmp_path / "saved", 40, "flags", None, False).stop_ids == (end, *wanted)
+
+
+def test_a_torn_generation_config_is_an_error(tmp_path):
+    save_llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2')
+    with pytest.raises(UserError, match="generation_config.json cannot be read"):
+        models.stop_ids_of(tmp_path, models.read_config(tmp_path))
 
 
 def test_a_score_is_read_by_length_even_where_pad_ends_the_response(tmp_path):

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from common import engine, generation, hybrid_engine
 from common.errors import RunFailed
 from common.examples import PromptExample
+from common.functions import Function
 from common.models import LanguageModel, ScalarModel
 from step3_rlhf import experience as exp
 from step3_rlhf import ppo_metrics, ppo_trainer, rewards
@@ -108,7 +109,11 @@ def prompts_of(rows=ROWS) -> list[PromptExample]:
 
 def score_source(rows=ROWS):
     known = {str(prompt): score for prompt, _, score in rows}
-    return rewards.RewardFunction("known", lambda prompts, completions, **_: [known[p[0]["content"]] for p in prompts])
+    return function_source("known", lambda prompts, completions, **_: [known[p[0]["content"]] for p in prompts])
+
+
+def function_source(name: str, function):
+    return rewards.RewardFunction(name, Function(name, function))
 
 
 def trainer_of(ppo: PPO = BASE, *, temperature=1.0, ref=True, sampler=None, exact=True, say=print, **changes):
@@ -428,7 +433,7 @@ def test_the_score_lands_on_the_last_token_and_truncation_is_charged(monkeypatch
 
 def test_sources_are_weighted_and_reported_apart(monkeypatch):
     ppo = dataclasses.replace(BASE, kl_coef=0.0, missing_eos_penalty=None, score_clip=None)
-    some = rewards.RewardFunction("some", lambda prompts, completions, **_: [1.0, None, None, 2.0, None])
+    some = function_source("some", lambda prompts, completions, **_: [1.0, None, None, 2.0, None])
     trainer = trainer_of(ppo, ref=False, sources=[score_source(), some], weights=[1.0, 10.0])
     metrics = trainer.step(1, prompts_of())[0]
     assert float(metrics["rewards/some/mean"]) == 1.5 and float(metrics["rewards/some/std"]) == 0.5

@@ -1,5 +1,6 @@
-"""Reward sources: models of any tokenizer, plain functions, statistics, weights; what they may not do in silence."""
+"""Reward sources: models of any tokenizer, functions, statistics, weights; what they may not do in silence."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,10 +11,11 @@ from small_models import SIZE, save_reward
 from small_tokenizers import characters, qwen_like
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from common import chat_format, functions
+from common import chat_format, reading
 from common.batches import pad_left, pad_right
 from common.engine import FrozenModel
 from common.errors import RunFailed, UserError
+from common.functions import Function
 from common.generation import Rollout
 from common.models import ScalarModel, load_scalar_model, load_tokenizer
 from step3_rlhf import rewards
@@ -81,7 +83,7 @@ def expected(folder) -> torch.Tensor:
 
 def test_a_reward_model_of_the_same_tokens_scores_as_plain_transformers(folder, expected):
     source = source_of(folder, load_tokenizer(folder))
-    assert source.same_tokens
+    assert source.reader.same_tokens
     torch.testing.assert_close(source(answers_of(load_tokenizer(folder))), expected, atol=1e-5, rtol=0)
 
 
@@ -89,7 +91,7 @@ def test_text_is_re_tokenised_for_a_model_of_other_tokens(folder, expected):
     actor_tokenizer = characters()
     actor_tokenizer.chat_template = chat_format.BUILTIN_TEMPLATES["human-assistant"]
     source = source_of(folder, actor_tokenizer)
-    assert not source.same_tokens
+    assert not source.reader.same_tokens
     torch.testing.assert_close(source(answers_of(actor_tokenizer)), expected, atol=1e-5, rtol=0)
 
 
@@ -97,19 +99,19 @@ def test_both_ways_agree_where_the_tokenizers_are_copies(folder):
     tokenizer = load_tokenizer(folder)
     source = source_of(folder, tokenizer)
     direct = source(answers_of(tokenizer))
-    source.same_tokens = False
+    source.reader.same_tokens = False
     torch.testing.assert_close(source(answers_of(tokenizer)), direct, atol=1e-6, rtol=0)
 
 
 def test_tokenizers_are_the_same_by_what_they_do_to_a_conversation():
     one, other = qwen_like(), qwen_like()
     other.pad_token = "<|fim_pad|>"
-    assert rewards.same_tokenizer(one, other)
+    assert reading.same_tokenizer(one, other)
     other.chat_template = other.chat_template.replace("Be kind.", "Be brief.")
-    assert not rewards.same_tokenizer(one, other)
+    assert not reading.same_tokenizer(one, other)
     added = qwen_like()
     added.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
-    assert not rewards.same_tokenizer(one, added)
+    assert not reading.same_tokenizer(one, added)
 
 
 @pytest.mark.parametrize(
@@ -155,100 +157,27 @@ def test_statistics_are_read_or_asked_for(tmp_path):
     assert rewards.read_stats(tmp_path, "standardize") == (-1.5, 2.0)
 
 
-# ---- functions
+# ---- functions (what they are given and may return: test_functions.py)
 
 
-def call(function, rows: list[dict] | None = None) -> torch.Tensor:
-    return RewardFunction("mine", function)(answers_of(qwen_like(), rows=rows))
-
-
-def test_a_function_gets_conversations_and_every_further_column_untouched():
-    marks = [{"level": 1}, [1, 2], None, "text", 3.5]
-    rows = [{"prompt": [{"role": "user", "content": q}], "mark": m} for q, m in zip(QUESTIONS, marks, strict=True)]
-    rows[0]["answer"] = "42"
+def test_a_functions_scores_become_a_tensor_and_silence_is_nan(capsys):
+    rows = [{"prompt": [{"role": "user", "content": q}], "level": i} for i, q in enumerate(QUESTIONS)]
     seen = {}
 
-    def function(prompts, completions, **columns):
-        seen.update(prompts=prompts, completions=completions, columns=columns)
-        return [1, 2.5, None, -3, 0]
+    def function(prompts, completions, completion_ids, truncated, level, trainer_state):
+        seen.update(ids=completion_ids, cut=truncated, level=level, state=trainer_state)
+        return [1, None, -2.5, 0, 3]
 
-    scores = call(function, rows)
-    assert all(prompt is row["prompt"] for prompt, row in zip(seen["prompts"], rows, strict=True))
-    assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in TEXTS]
-    assert seen["columns"].keys() == {"mark", "answer", "truncated"}
-    assert all(one is other for one, other in zip(seen["columns"]["mark"], marks, strict=True))
-    assert seen["columns"]["answer"] == ["42", None, None, None, None] and seen["columns"]["truncated"] == CUT
-    assert scores.dtype == torch.float32 and scores[2].isnan()
-    assert scores.nan_to_num(99).tolist() == [1, 2.5, 99, -3, 0]
-
-
-def test_a_function_gets_only_what_it_takes():
-    rows = [{"prompt": [{"role": "user", "content": q}], "answer": q} for q in QUESTIONS]
-    assert call(lambda prompts, completions: [0.5] * 5, rows).tolist() == [0.5] * 5
-    assert call(lambda completions, **_: [1] * 5, rows).tolist() == [1] * 5
-    assert call(lambda prompts, completions, answer: [len(a) for a in answer], rows).tolist() == list(
-        map(len, QUESTIONS)
-    )
-    assert call(lambda prompts, completions, other=None: [float(other is None)] * 5, rows).tolist() == [1] * 5
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (lambda prompts, completions, **_: [1.0] * 4, "mine returned 4 scores for 5 responses"),
-        (lambda prompts, completions, **_: None, "mine returned None, wanted a list"),
-        (lambda prompts, completions, **_: [1, 2, [3], 4, 5], r"mine returned \[1, 2, \[3\], 4, 5\], wanted a list"),
-        (lambda prompts, completions, **_: [1, 2, math.inf, 4, 5], "returned inf for response 2 .*None for no opinion"),
-        (lambda prompts, completions, **_: [1, math.nan, 3, 4, 5], "returned nan for response 1"),
-        (lambda prompts, completions, **_: [1, 2, 3, 1e39, 5], r"returned 1e\+39 for response 3"),
-        (lambda prompts, completions, level: [1] * 5, "wants the column level; beside prompt the data has none"),
-    ],
-)
-def test_what_a_function_returns_is_looked_at(function, words):
-    with pytest.raises(UserError, match=words) as caught:
-        call(function)
-    assert "\n" not in str(caught.value)
-
-
-CODE = """
-LEVEL = 3
-def trl(completions, **kwargs): return [LEVEL] * len(completions)
-def full(prompts, completions, answer, **columns): return [0.0] * len(prompts)
-def bare(prompts, completions): return [1.0] * len(prompts)
-def wrong(texts): return [0.0]
-def half(completions): return [0.0]
-def _hidden(): pass
-"""
-
-
-def test_functions_are_loaded_from_a_file(tmp_path, monkeypatch):
-    (tmp_path / "json.py").write_text(CODE)  # does not get in the way of Python's own
-    monkeypatch.chdir(tmp_path)
-    for name in ("trl", "full", "bare"):
-        assert functions.is_function(f"json.py:{name}")
-        function, module = functions.load_function(f"json.py:{name}", "--reward")
-        assert function.__name__ == name and module.LEVEL == 3
-    assert call(functions.load_function("json.py:trl", "--reward")[0]).tolist() == [3] * 5
-    assert functions.load_function("step0_data/toy.py:gold", "--judge")[0].__name__ == "gold"
-    assert not functions.is_function("models/reward")
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("nofile.py:f", "there is no file nofile.py; wanted FILE.py:FUNCTION or a model folder"),
-        ("mine.py:f", "mine.py has no function f; it has trl, full, bare, wrong, half"),
-        ("mine.py:LEVEL", "mine.py has no function LEVEL"),
-        ("mine.py:wrong", r"wanted wrong\(prompts, completions, \*\*columns\), seen wrong\(texts\)"),
-        ("mine.py:half", r"seen half\(completions\)"),
-    ],
-)
-def test_what_is_no_reward_function_is_refused(tmp_path, monkeypatch, spec, words):
-    (tmp_path / "mine.py").write_text(CODE)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=words) as caught:
-        functions.load_function(spec, "--reward")
-    assert f"--reward {spec}" in str(caught.value) and "\n" not in str(caught.value)
+    source = RewardFunction("mine", Function("reward mine", function), steps=9)
+    answers = dataclasses.replace(answers_of(qwen_like(), rows=rows), step=4)
+    scores = source(answers)
+    assert scores.dtype == torch.float32 and scores[1].isnan()
+    assert scores.nan_to_num(99).tolist() == [1, 99, -2.5, 0, 3]
+    assert seen["level"] == [0, 1, 2, 3, 4] and seen["cut"] == CUT
+    end = chat_format.turn_end_id(qwen_like())
+    texts = [qwen_like()(text)["input_ids"] for text in TEXTS]
+    assert seen["ids"] == [ids if cut else [*ids, end] for ids, cut in zip(texts, CUT, strict=True)]
+    assert (seen["state"].global_step, seen["state"].max_steps) == (3, 9)  # three steps are done in the fourth
 
 
 # ---- together

@@ -14,16 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import small_models
+import small_tokenizers
 import torch
 from stub_recipe import StubRecipe
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.chat_format import encode_conversation, encode_prompt
+from common.chat_format import decode_answer, encode_conversation, encode_prompt
 from common.errors import UserError
+from common.generation import Rollout
 from common.metrics import read_jsonl
+from common.models import load_tokenizer
 from scripts import answers, evaluate, tiny_summary
 
 ROOT = Path(__file__).resolve().parent.parent
+SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 1}
 SHELL = sorted([*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"])
 
 
@@ -290,6 +294,18 @@ def models(tmp_path_factory):
         "    return []\n"
         "def abstains(prompts, completions):\n"
         "    return [None] * len(prompts)\n"
+        "def nan(prompts, completions):\n"
+        "    return [0.0] + [float('nan')] * (len(prompts) - 1)\n"
+        "def boom(prompts, completions):\n"
+        "    raise ValueError('my own mistake')\n"
+        "def slow(prompts, completions):\n"
+        "    while True: pass\n"
+        "def best_only(prompts, completions):\n"
+        "    return [1.0] * 20 if len(prompts) == 20 else exit(0)\n"
+        "def needs_level(prompts, completions, level):\n"
+        "    return level\n"
+        "def counts_turns(prompts, completions):\n"
+        "    return [len(prompt) for prompt, said in zip(prompts, completions) if not prompt.extend(said)]\n"
     )
     return root
 
@@ -354,18 +370,22 @@ def test_kl_and_reward_equal_plain_transformers(models):
         assert ours == pytest.approx(plain_logprob(models / "b", whole, start, 0.7), abs=1e-4)
         assert theirs == pytest.approx(plain_logprob(models / "a", whole, start, 0.7), abs=1e-4)
     classifier = AutoModelForSequenceClassification.from_pretrained(models / "rm")
-    for answer, score in zip(drawn, answers.RewardModel(models / "rm", batch_size=4, **load)(drawn), strict=True):
+    for answer, score in zip(
+        drawn, answers.RewardModel(models / "rm", batch_size=4, **load)(drawn, b.tokenizer), strict=True
+    ):
         alone = classifier(torch.tensor([answer["prompt_ids"] + answer["ids"]])).logits.item()
         assert score == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_reward_model_with_another_tokenizer_reads_the_text(models):
-    load = {"dtype": "fp32", "device": "cpu"}
-    reward = answers.RewardModel(models / "rm", **load)
-    answer = {"prompt": [{"role": "user", "content": "Hi"}], "response": "yes", "truncated": False}
-    whole, _ = encode_conversation(reward.tokenizer, [*answer["prompt"], *answers.messages_of(answer)])
-    assert reward._ids(answer | {"prompt_ids": [5], "ids": [6]}) == whole
-    assert reward._ids(answer | {"prompt_ids": [5], "ids": [6], "truncated": True}) == whole[:-1]
+    reward, other = answers.RewardModel(models / "rm", dtype="fp32", device="cpu"), small_tokenizers.qwen_like()
+    classifier = AutoModelForSequenceClassification.from_pretrained(models / "rm")
+    prompt, said = [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "yes"}
+    whole, _ = encode_conversation(reward.tokenizer, [*prompt, said])
+    answer = {"prompt": prompt, "response": "yes", "prompt_ids": [5], "ids": [6]}
+    for cut, ids in ((False, whole), (True, whole[:-1])):
+        (score,) = reward([answer | {"truncated": cut}], other)
+        assert score == pytest.approx(classifier(torch.tensor([ids])).logits.item(), abs=1e-5)
 
 
 def test_models_answer_with_the_same_noise_and_a_twin_differs_by_nothing(models):
@@ -377,9 +397,9 @@ def test_models_answer_with_the_same_noise_and_a_twin_differs_by_nothing(models)
 
 
 def test_the_best_of_n_is_the_reward_models_choice():
-    drawn = [{"row": i // 3, "value": value} for i, value in enumerate([1, 5, 2, -1, -1, -2])]
-    picked = evaluate.pick_best(drawn, lambda answers: [answer["value"] for answer in answers], 3)
-    assert [(answer["row"], answer["value"]) for answer in picked] == [(0, 5), (1, -1)]
+    scores = [1, 5, 2, -1, -1, -2]
+    drawn = [{"row": i // 3, "number": i} for i in range(6)]
+    assert evaluate.pick_best(drawn, scores, 3) == [{"row": 0, "number": 1}, {"row": 1, "number": 3}]
 
 
 def test_the_interval_is_over_prompts():
@@ -414,8 +434,131 @@ def test_a_judge_may_abstain_but_not_miscount(models):
     evaluate.main(command(models, judge="abstains"))
     entry = json.loads((models / "out" / "e.json").read_text())["models"][0]
     assert entry["score"] is None and entry["score_interval"] is None
-    with pytest.raises(UserError, match="0 scores for 20 answers"):
+    with pytest.raises(UserError, match="judge short_list returned 0 scores for 20 responses"):
         evaluate.main(command(models, judge="short_list"))
+
+
+@pytest.mark.parametrize(
+    "judge, words, kept",
+    [
+        ("nan", "judge nan returned nan for response 1, '", 20),
+        ("boom", "judge boom failed on 20 responses, the first '.*ValueError: my own mistake .judge.py line 13", 20),
+        ("slow", "judge slow has not returned within --reward_timeout 0.3 seconds on 20 responses", 20),
+        ("best_only", "judge best_only called sys.exit.0. on 3 responses", 26),  # 20, and 2 each of 3 prompts
+        ("needs_level", "judge needs_level wants the column level; beside prompt the data has wanted", 0),
+    ],
+)
+def test_answers_outlive_a_judge_that_fails(models, judge, words, kept):
+    flags = ["--reward_timeout", "0.3", "--best_of", "2", "--reward", str(models / "rm")]
+    unjudged = models / "out" / "e.unjudged.jsonl"
+    unjudged.unlink(missing_ok=True)
+    with pytest.raises(UserError, match=words) as caught:
+        evaluate.main(command(models, *flags, judge=judge))
+    assert (
+        (f"; the {kept} answers sampled so far are in {unjudged}" in str(caught.value))
+        == unjudged.exists()
+        == (kept > 0)
+    )
+    if kept:
+        rows = read_jsonl(unjudged)
+        assert len(rows) == kept and all(row["model"] == str(models / "a") and row["length"] <= 12 for row in rows)
+        evaluate.main(command(models, judge="abstains"))
+        assert not unjudged.exists()
+        scored = [row for row in read_jsonl(models / "out" / "e.samples.jsonl") if row["model"] == str(models / "a")]
+        assert [row["response"] for row in scored] == [row["response"] for row in rows[:20]]
+
+
+def test_a_judge_may_spoil_what_it_is_given(models):
+    """As in step 3: each model answers the prompts that the data have."""
+    evaluate.main(command(models, judge="counts_turns", names=("a", "b", "a")))
+    record = json.loads((models / "out" / "e.json").read_text())
+    assert [entry["score"] for entry in record["models"]] == [2, 2, 2]
+    assert record["differences"][1]["score"] == 0
+
+
+# ---- models with spare rows
+
+
+@pytest.fixture(scope="module")
+def wide(models):
+    """`wide`: model b with 40 rows more than its tokenizer has tokens, each now and then sampled."""
+    hf = AutoModelForCausalLM.from_pretrained(models / "b")
+    rows = hf.config.vocab_size
+    hf.resize_token_embeddings(rows + 40, mean_resizing=False)
+    with torch.no_grad():
+        hf.get_output_embeddings().weight[rows:] = 0
+    hf.save_pretrained(models / "wide")
+    load_tokenizer(models / "b").save_pretrained(models / "wide")
+    return models / "wide", rows
+
+
+def test_what_lies_beyond_a_judges_rows_is_read_as_text(models, wide, capsys):
+    folder, rows = wide
+    judged = ["--judge", str(models / "rm"), "--reward", str(models / "rm")]
+    evaluate.main(command(models, *judged, names=("wide",)))
+    drawn = answers.Answerer(folder, "fp32", "cpu").sample(
+        [[{"role": "user", "content": "Hi"}]], [0] * 20, step=0, max_new_tokens=12, temperature=1.0, top_p=1.0, top_k=0,
+        seed=1, batch_size=20,
+    )  # fmt: skip
+    beyond = [answer for answer in drawn if max(answer["ids"]) >= rows]
+    assert 3 <= len(beyond) <= 17, "the test wants both kinds"
+    tokenizer, classifier = (
+        load_tokenizer(models / "rm"),
+        AutoModelForSequenceClassification.from_pretrained(models / "rm"),
+    )
+    scores = answers.RewardModel(models / "rm", "fp32", "cpu")(drawn, load_tokenizer(folder))
+    for answer, score in zip(drawn, scores, strict=True):
+        ids = answer["prompt_ids"] + answer["ids"]
+        if answer in beyond:
+            said = {"role": "assistant", "content": answer["response"]}
+            ids, _ = encode_conversation(tokenizer, [*answer["prompt"], said])
+            ids = ids[:-1] if answer["truncated"] else ids
+        assert score == pytest.approx(classifier(torch.tensor([ids])).logits.item(), abs=1e-5)
+
+
+def test_a_reference_of_another_size_is_refused_with_both(models, wide):
+    folder, rows = wide
+    words = f"--model {folder} may sample {rows + 40} tokens and --ref {models / 'a'} has rows for {rows}"
+    with pytest.raises(UserError, match=words):
+        evaluate.main(command(models, "--ref", str(models / "a"), names=("wide",)))
+    evaluate.main(command(models, "--ref", str(folder), names=("a",)))  # the other way round nothing is missing
+    assert json.loads((models / "out" / "e.json").read_text())["models"][0]["kl"] > 0
+
+
+# ---- what a judge reads
+
+
+@pytest.mark.parametrize(
+    "template, ids, wanted",
+    [
+        ("chatml", "  def f():", "  def f():"),  # code that begins indented
+        ("human-assistant", "  def f():", " def f():"),  # the first space is the template's
+        ("no generation prompt", "\n\nAssistant: Cook it.", "Cook it."),
+        ("no generation prompt", "Cook it.", "Cook it."),
+        ("chatml", "Well?\n", "Well?\n"),
+    ],
+)
+def test_a_judge_reads_what_ppos_reward_reads(models, tmp_path, template, ids, wanted, monkeypatch):
+    shutil.copytree(models / "b", tmp_path / "m")
+    texts = {
+        "chatml": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+        "no generation prompt": "{% for m in messages %}{% if m.role == 'user' %}{{ '\n\nHuman: ' + m.content }}"
+        "{% else %}{{ '\n\nAssistant: ' + m.content + eos_token }}{% endif %}{% endfor %}",
+    }
+    if template in texts:
+        (tmp_path / "m" / "chat_template.jinja").write_text(texts[template])
+    model = answers.Answerer(tmp_path / "m", "fp32", "cpu")
+    end = model.stop_ids[0]
+    sampled = torch.tensor([model.tokenizer(ids, add_special_tokens=False)["input_ids"] + [end]])
+    every = torch.ones_like(sampled).bool()
+    rollout = Rollout(sampled, every, sampled, every, torch.zeros(sampled.shape), torch.tensor([False]))
+    monkeypatch.setattr(answers, "generate", lambda *_, **__: rollout)
+    (answer,) = model.sample([[{"role": "user", "content": "Hi"}]], [0], step=0, batch_size=1, **SAMPLING)
+    assert answer["response"] == wanted == decode_answer(model.tokenizer, sampled[0].tolist(), model.stop_ids)
+    assert model.text([*sampled[0, :-1].tolist(), end, 9, 9]) == wanted
+    model.stop_ids = (end, sampled[0, 2].item())  # an ordinary token that ends answers is no part of them
+    assert model.text(sampled[0, :3].tolist()) == model.text(sampled[0, :2].tolist())
 
 
 # ---- the summary
