@@ -4,9 +4,10 @@
 --no-deps`, unzipped). A file NAME_training.jinja beside NAME.jinja has {% generation %} marks around what TRL trains.
 
 What has to hold is known without our code. The text of ids is the template's own, as plain transformers renders it, up
-to the end of the last answer, but for the EOS put in where it prints nothing that ends a turn (GLM 4). Each trained stretch is one answer: its content, before it at most what the template
-prints between its own header and the content, after it at most what the template prints up to its turn end; and where
-marks say so, it lies within them. Else the row has to be set aside, or the template refused, each with a reason.
+to the end of the last answer, but for the EOS put in where it prints nothing that ends a turn (GLM 4). Each trained
+stretch is one answer: its content, before it at most what the template prints between its own header and the content,
+after it at most what the template prints up to its turn end; and where marks say so, it lies within them. Else the row
+has to be set aside, or the template refused, each with a reason.
 """
 
 import os
