@@ -248,9 +248,10 @@ def _answered(tokenizer, prompt: _Encoded, content: str, found: _Answer) -> _Enc
 
 def _opened_twice(content: str, printed: str) -> str | None:
     """The tag that an answer begins with, where the template has put one like it in front."""
+    if content.strip() not in printed:
+        return None  # it has read the thought and prints it in its own way
     tag = re.match(r"\s*(<[^<>/\s]+>|\[[^\[\]/\s]+\])", content)
-    before, found, _ = printed.partition(content.strip())
-    return tag[1] if tag and found and tag[1] in before else None
+    return tag[1] if tag and tag[1] in printed.partition(content.strip())[0] else None
 
 
 def _encode_answered(tokenizer, messages, tools, prompt: _Encoded | None = None) -> _Encoded:

@@ -16,6 +16,7 @@ from common.chat_templates import BUILTIN_TEMPLATES, ending_in_eos, turn_end
 from common.errors import UserError
 
 SENTINEL = "Sentinel42"
+_QUESTION = "Question42"
 _NO_EOS = (
     "the tokenizer has no EOS token and its chat template prints none after an answer, so nothing could end a turn; "
     "set eos_token in tokenizer_config.json"
@@ -102,7 +103,7 @@ def render(tokenizer, messages: list[dict], generation_prompt: bool = False, too
         line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
         what = " ".join(str(error).split()) or type(error).__name__
         raise RowError("the chat template refuses the conversation", f"{line}{what} (roles: {roles})") from error
-    given = sum(len(m["content"]) for m in messages) + len(json.dumps(tools or ""))
+    given = sum(len(m["content"]) for m in messages) + len(json.dumps(tools) if tools else "")
     if why := template_limits.too_long(text, given):
         raise RowError("the chat template prints too much", why)
     return text
@@ -136,7 +137,7 @@ def probe(tokenizer) -> Probe:
 @functools.lru_cache(maxsize=16)
 def _cached_probe(tokenizer, _template, _eos, _size) -> Probe:
     # The underscored arguments are only there so that a changed tokenizer is probed again.
-    question = [{"role": "user", "content": "Hi"}]
+    question = [{"role": "user", "content": _QUESTION}]
     answered = question + [{"role": "assistant", "content": SENTINEL}]
     prompt = render(tokenizer, question, generation_prompt=True)
     full = render(tokenizer, answered)
@@ -179,7 +180,7 @@ def _opened(prompt: str, before: str) -> tuple[str, bool]:
     if shared != before:  # they part within what is printed before the answer
         shared = back_to_a_word(shared)
     opened = prompt[len(shared) :]
-    return opened if opened.strip() else "", True
+    return opened if opened.strip() and _QUESTION in shared else "", True
 
 
 def back_to_a_word(text: str) -> str:

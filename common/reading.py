@@ -28,11 +28,14 @@ class Reader:
         """
         return self.same_tokens and highest < self.rows
 
-    def ids(self, prompt: list[dict], sampled: list[int], text: str, truncated: bool) -> list[int]:
+    def ids(
+        self, prompt: list[dict], sampled: list[int], text: str, truncated: bool, tools: list[dict] | None = None
+    ) -> list[int]:
         """A conversation in this model's tokens; an answer cut by length gets no turn end here either.
 
         Args:
             prompt: its messages. sampled: the actor's ids of prompt and response. text: the response.
+            tools: definitions that stand in the prompt.
 
         Raises:
             UserError: the template refuses the prompt, or the model has too few positions.
@@ -41,7 +44,7 @@ class Reader:
         if not self.takes(max(sampled)):
             try:
                 answer = {"role": "assistant", "content": text}
-                ids = chat_format.encode_scored(self.tokenizer, [*prompt, answer], truncated)
+                ids = chat_format.encode_scored(self.tokenizer, [*prompt, answer], truncated, tools)
             except chat_format.RowError as error:
                 raise UserError(f"the reward model {self.name} cannot read a prompt: {error}") from error
         if len(ids) > self.limit:

@@ -43,7 +43,7 @@ def refused(template: str, special_tokens: str) -> str | None:
     """Why a template cannot be used, or None; `special_tokens` as json. What it raises is for others to report."""
     done = subprocess.run(
         [sys.executable, "-P", str(Path(__file__).resolve())],
-        input=json.dumps({"template": template, "special_tokens": json.loads(special_tokens)}),
+        input=json.dumps({"template": template, "tokens": json.loads(special_tokens), "limits": [SECONDS, GIGABYTES]}),
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -61,9 +61,10 @@ def _try() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given = json.load(sys.stdin)
-    used = sum(os.times()[:2])
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used) + SECONDS, int(used) + SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
+    seconds, gigabytes = given["limits"]
+    seconds += int(sum(os.times()[:2])) + 1  # what the imports took
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30, gigabytes << 30))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     roles = ("system", "user", "assistant", "user", "assistant", "tool", "assistant")
     messages = [{"role": role, "content": "Hi"} for role in roles]
@@ -76,11 +77,11 @@ def _try() -> None:
                     tools=tools,
                     chat_template=given["template"],
                     add_generation_prompt=prompt,
-                    **given["special_tokens"],
+                    **given["tokens"],
                 )
                 why = too_long(text[0], 100)
             except MemoryError:
-                why = f"it needs more than {GIGABYTES} GB"
+                why = f"it needs more than {gigabytes} GB"
             except Exception:
                 why = None  # a conversation that it refuses
             if why:

@@ -1,8 +1,9 @@
 """Sample answers to prompts and judge them: what evaluation tools share.
 
 An answer is a dict: row (index of its prompt), prompt (messages), response (text), length (tokens, the stop token
-included), truncated (cut by length), prompt_ids and ids; scorers add to it. A scorer is called with a list of answers
-and the tokenizer of who gave them, and gives one number, or None for "cannot say", for each.
+included), truncated (cut by length), prompt_ids and ids, tools if the prompt has some; scorers add to it. A scorer is
+called with a list of answers and the tokenizer of who gave them, and gives one number, or None for "cannot say", for
+each.
 """
 
 import torch
@@ -27,15 +28,16 @@ class Answerer:
         self.stop_ids = chat_format.stop_ids(self.tokenizer, models.stop_ids_of(path, self.hf.config))
 
     def sample(
-        self, prompts: list[list[dict]], rows: list[int], *, step: int, batch_size: int, **sampling
+        self, prompts: list[list[dict]], rows: list[int], *, step: int, batch_size: int, tools=None, **sampling
     ) -> list[dict]:
-        """One answer to `prompts[row]` for each entry of `rows`.
+        """One answer to `prompts[row]` for each entry of `rows`; `tools[row]`, if any, are the definitions it has.
 
         The noise depends on (seed, step, position in `rows`) only, so every model draws with the same. `sampling`: see
         `params`.
         """
         params = self.params(**sampling)
-        ids = {row: chat_format.encode_prompt(self.tokenizer, prompts[row]) for row in set(rows)}
+        tools = tools or [None] * len(prompts)
+        ids = {row: chat_format.encode_prompt(self.tokenizer, prompts[row], tools[row]) for row in set(rows)}
         rollout = generate(self.hf, [ids[row] for row in rows], params, step=step, batch_size=batch_size)
         answers = []
         for row, response, mask, cut in zip(rows, rollout.response, rollout.mask, rollout.truncated, strict=True):
@@ -44,6 +46,7 @@ class Answerer:
                 {
                     "row": row,
                     "prompt": prompts[row],
+                    **({"tools": tools[row]} if tools[row] else {}),
                     "response": self.text(sampled),
                     "length": len(sampled),
                     "truncated": bool(cut),
@@ -99,7 +102,10 @@ class RewardModel:
             self.reader = Reader(self.path, self.model.hf.config, self.tokenizer, tokenizer)
         scores, read = [], self.reader.ids
         for batch in batches(answers, self.batch_size):
-            each = [read(a["prompt"], a["prompt_ids"] + a["ids"], a["response"], a["truncated"]) for a in batch]
+            each = [
+                read(a["prompt"], a["prompt_ids"] + a["ids"], a["response"], a["truncated"], a.get("tools"))
+                for a in batch
+            ]
             tokens, mask = pad_right(each, 0)
             found = self.model.score(tokens.to(self.device), mask.to(self.device))
             self.reader.check(found)

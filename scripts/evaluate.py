@@ -163,7 +163,7 @@ def answer_and_score(args, rows: list[dict], unjudged: Unjudged) -> tuple[list[d
     tokenizers = [models.load_tokenizer(path, args.trust_remote_code) for path in args.model]
     for tokenizer in tokenizers:
         chat_format.ensure_template(tokenizer, args.chat_template)
-    lengths = [longest(tokenizers, row["prompt"]) for row in rows]
+    lengths = [longest(tokenizers, row) for row in rows]
     fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= args.max_prompt_length]
     if not fitting:
         raise UserError(f"none of {len(rows)} held-out prompts fits --max_prompt_length {args.max_prompt_length}")
@@ -190,6 +190,7 @@ def answer_and_score(args, rows: list[dict], unjudged: Unjudged) -> tuple[list[d
     prompts, n = [row["prompt"] for row in fitting], args.num_samples
     spread = [j % len(prompts) if n >= len(prompts) else j * len(prompts) // n for j in range(n)]
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed", "batch_size")}
+    sampling["tools"] = list(map(chat_format.tools_of, fitting))
     sampling["max_new_tokens"] = args.max_completion_length
     entries, everything = [], []
     model = None
@@ -226,12 +227,13 @@ def answer_and_score(args, rows: list[dict], unjudged: Unjudged) -> tuple[list[d
     return entries, everything
 
 
-def longest(tokenizers: list, prompt: list[dict]) -> float:
-    """Tokens of a prompt where it has most of them; infinitely many where a template refuses it."""
+def longest(tokenizers: list, row: dict) -> float:
+    """Tokens of a row's prompt where it has most of them; infinitely many where a template refuses it."""
     from common import chat_format
 
     try:
-        return max(len(chat_format.encode_prompt(tokenizer, prompt)) for tokenizer in tokenizers)
+        prompt, tools = row["prompt"], chat_format.tools_of(row)
+        return max(len(chat_format.encode_prompt(tokenizer, prompt, tools)) for tokenizer in tokenizers)
     except chat_format.RowError:
         return math.inf
 

@@ -63,6 +63,9 @@ def main() -> None:
                 counts = f"{len(ids)} tokens, {sum(cut)} trained, {ends} of them the stop token"
                 limit = f", cut at --max_length {args.max_length}" if len(ids) > args.max_length else ""
                 print(f"\n{name} {number}: {counts}{limit}\n{readable(text.tokenizer, kept, cut)}")
+            tools = chat_format.tools_of(row)
+            if tools and chat_format.leaves_out(text.tokenizer, row.get("messages") or row["prompt"], tools):
+                print("(the chat template does not print this row's tools)")
         except chat_format.RowError as error:
             print(f"\nrow {number} is set aside: {error}")
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from common import chat_format
 from common.batches import pad_right
 from common.engine import FrozenModel
 from common.errors import UserError
@@ -81,7 +82,8 @@ class RewardModel:
         """The same conversations row by row, each as this model can read it."""
         sampled = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
         prompts, truncated = [row["prompt"] for row in answers.rows], answers.rollout.truncated.tolist()
-        return pad_right(list(map(self.reader.ids, prompts, sampled, answers.texts, truncated)), 0)
+        tools = map(chat_format.tools_of, answers.rows)
+        return pad_right(list(map(self.reader.ids, prompts, sampled, answers.texts, truncated, tools)), 0)
 
 
 class RewardFunction:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AddedToken
 
 from common import chat_format as cf
+from common import template_limits
 from common.errors import UserError
 from common.tokenizer import choose_pad
 
@@ -261,29 +263,93 @@ THINK_PROMPT = (
 )
 
 
-@pytest.mark.parametrize("answer, trained", [
-    ("Yo", "Yo<|im_end|>"),
-    ("<b>Yo</b>", "<b>Yo</b><|im_end|>"),  # begins like the extra text and is not it
-    ("<think>\nhm\n</think>Yo", "hm\n</think>Yo<|im_end|>"),
+@pytest.mark.parametrize("answer, shown, trained", [
+    ("Yo", "", "Yo<|im_end|>"),
+    ("<b>Yo</b>", "", "<b>Yo</b><|im_end|>"),
+    ("<think>hm</think>Yo", "", "<think>hm</think>Yo<|im_end|>"),  # begins like what the generation prompt opens
+    ("<think>\nhm\n</think>Yo", "<think>\n", "hm\n</think>Yo<|im_end|>"),
 ])  # fmt: skip
-def test_a_generation_prompt_with_extra_text(answer, trained):
+def test_a_tag_that_the_generation_prompt_opens_is_neither_doubled_nor_given_to_answers_without_it(
+    answer, shown, trained
+):
     tok = fresh("qwen_like", THINK_PROMPT)
     messages = turns("Hi", answer)
-    ids, mask = cf.encode_conversation(tok, messages)
-    shown = cf.encode_prompt(tok, messages[:1])
-    assert tok.decode(shown).endswith("assistant\n<think>\n")
-    assert ids[: len(shown)] == shown and not any(mask[: len(shown)]) and all(mask[len(shown) :])
-    assert runs(tok, ids, mask) == [trained]
+    text = tok.apply_chat_template(messages, tokenize=False)
+    assert cf.trained_spans(tok, messages) == [
+        (f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{shown}", False),
+        (trained, True),
+    ]
+    assert text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{shown}{trained}\n"
+    assert tok.decode(cf.encode_prompt(tok, messages[:1])).endswith("assistant\n<think>\n")
+    assert cf.encode_scored(tok, messages, truncated=False) == cf.encode_conversation(tok, messages)[0]
+
+
+def test_an_opened_tag_is_said():
+    note = cf.ensure_template(fresh("qwen_like", THINK_PROMPT), None)
+    assert "its generation prompt opens '<think>\\n'; an answer that does not begin so is trained as" in note
+
+
+def test_pairs_where_the_generation_prompt_opens_a_tag():
+    tok = fresh("qwen_like", THINK_PROMPT)
+    thought, plain = turns("", "<think>\nhm\n</think>Yo")[1:], turns("", "No")[1:]
+
+    def texts(chosen, rejected):
+        return [tok.decode(ids) for ids in cf.encode_pair(tok, turns("Hi"), chosen, rejected)]
+
+    head = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(thought, plain) == [head, "<think>\nhm\n</think>Yo<|im_end|>", "No<|im_end|>"]
+    assert texts(plain, plain) == [head, "No<|im_end|>", "No<|im_end|>"]
+    assert texts(thought, thought)[:2] == [head + "<think>\n", "hm\n</think>Yo<|im_end|>"]
+
+
+@pytest.mark.parametrize("template, sampled, text", [
+    (THINK_PROMPT, "hm\n</think>Yo<|im_end|>", "<think>\nhm\n</think>Yo"),
+    (THINK_PROMPT, "hm and", "<think>\nhm and"),  # cut by length
+    (THINK_PROMPT, "<|im_end|>", "<think>\n"),
+    (small.QWEN3_LIKE_TEMPLATE, "<think>\nhm\n</think>\n\nYo<|im_end|>", "<think>\nhm\n</think>\n\nYo"),
+    (small.QWEN3_LIKE_TEMPLATE, "<think>\n\n</think>\n\nYo<|im_end|>", "Yo"),  # as it prints an answer without one
+])  # fmt: skip
+def test_a_sampled_answer_is_given_as_the_template_would_hold_it(template, sampled, text):
+    tok = fresh("qwen_like", template)
+    assert cf.decode_answer(tok, cf.tokens_of(tok, sampled)) == text
+
+
+def test_a_channel_named_before_the_answer_is_no_text_of_it():
+    tok = fresh(
+        "qwen_like",
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}{{ '<|fim_pad|>final' }}"
+        "{% endif %}{{ '\n' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}",
+    )
+    for sampled, text in (
+        ("<|fim_pad|>final\nYo<|im_end|>", "Yo"),
+        ("final\nYo<|im_end|>", "final\nYo"),  # without the marker these are its own words
+        ("<|fim_pad|>other\nYo<|im_end|>", "other\nYo"),
+    ):
+        assert cf.decode_answer(tok, cf.tokens_of(tok, sampled)) == text
+
+
+def test_an_answer_that_the_template_gives_a_second_opening_tag():
+    """As Qwen 3.8's, which reads thoughts from a key of their own and puts an empty one before this text."""
+    tok = fresh(
+        "qwen_like",
+        THINK_PROMPT.replace(
+            "m['content'] +", "('<think>\\n\\n</think>\\n\\n' if m['role'] == 'assistant' else '') + m['content'] +"
+        ),
+    )
+    assert cf.encode_conversation(tok, turns("Hi", "Yo"))
+    with pytest.raises(cf.RowError, match="opens <think> before an answer that opens it itself"):
+        cf.encode_conversation(tok, turns("Hi", "<think>\nhm\n</think>Yo"))
 
 
 def test_where_the_template_rewrites_history_only_the_last_answer_is_trained():
-    tok = fresh("qwen_like", THINK_PROMPT)
+    tok = fresh("qwen_like", small.QWEN3_LIKE_TEMPLATE)
     assert cf.rewrites_history(tok)
     assert not cf.rewrites_history(cached("qwen_like"))
     assert not cf.rewrites_history(cached("characters", "human-assistant"))
     messages = turns("Hi", "Yo", "Bye", "Oh")
     ids, mask = cf.encode_conversation(tok, messages)
-    assert runs(tok, ids, mask) == ["Oh<|im_end|>"]
+    assert runs(tok, ids, mask) == ["<think>\n\n</think>\n\nOh<|im_end|>"]
     shown = cf.encode_prompt(tok, messages[:3])
     assert ids[: len(shown)] == shown
     assert shown == cf.tokens_of(tok, tok.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True))
@@ -303,14 +369,27 @@ def test_a_template_that_drops_reasoning_is_refused_for_training_and_fine_as_his
     assert "Yo<|im_end|>" in tok.decode(cf.encode_prompt(tok, messages[:3]))
 
 
-def test_a_template_that_moves_the_answer_about():
-    tok = fresh(
-        "characters",
-        "{% for m in messages %}{{ m['content'] | length ~ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '?' }}{% endif %}",
-    )
-    with pytest.raises(cf.RowError, match="its start cannot be found"):
+@pytest.mark.parametrize("template, why", [
+    # In front the number of turns and of the last one's letters: nothing in common to start from.
+    ("{{ messages | length ~ messages[-1]['content'] | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+     "its start cannot be found"),
+    # The last turn first: what stands before the answer is not what was asked.
+    ("{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}", "leaves out what a turn of role user says"),
+])  # fmt: skip
+def test_a_template_that_moves_the_answer_about(template, why):
+    tok = fresh("characters", template)
+    with pytest.raises(cf.RowError, match=why):
         cf.encode_conversation(tok, turns("Hi", "Yo"))
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_turn_that_the_template_does_not_print_sets_the_row_aside(role):
+    tok = fresh("characters", "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}")
+    messages = [{"role": role, "content": "Be brief."}, *turns("Hi", "Yo")]
+    for encode in (cf.encode_conversation, lambda tok, messages: cf.encode_prompt(tok, messages[:2])):
+        with pytest.raises(cf.RowError) as caught:
+            encode(tok, messages)
+        assert str(caught.value) == f"the chat template leaves out what a turn of role {role} says: 'Be brief.'"
 
 
 def test_a_template_that_refuses_a_system_turn():
@@ -325,6 +404,124 @@ def test_a_template_that_refuses_a_system_turn():
         "the chat template refuses the conversation: System role not supported (roles: system user)"
     )
     assert caught.value.reason == "the chat template refuses the conversation"
+
+
+# ---- tools
+
+TOOL = {"type": "function", "function": {"name": "frost", "parameters": {"b": [1, {"z": None}], "a": "\u00e4"}}}
+PRINTS_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + small.QWEN_LIKE_TEMPLATE
+
+
+def test_tools_stand_in_every_context_exactly_as_the_source_has_them():
+    tok = fresh("qwen_like", PRINTS_TOOLS)
+    source = json.dumps([TOOL], ensure_ascii=False)
+    tools = cf.tools_of({"tools": source})
+    assert tools == [TOOL] and not cf.leaves_out(tok, turns("Hi"), tools)
+    prompt = cf.encode_prompt(tok, turns("Hi"), tools)
+    assert tok.decode(prompt).startswith(source[1:-1] + "<|im_start|>system")
+    ids, mask = cf.encode_conversation(tok, turns("Hi", "Yo"), tools)
+    assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
+    assert cf.encode_scored(tok, turns("Hi", "Yo"), False, tools) == ids
+    answers = turns("", "Yo")[1:], turns("", "No")[1:]
+    assert cf.encode_pair(tok, turns("Hi"), *answers, tools)[0] == prompt
+    assert cf.fit_prompt(tok, turns("Hi"), 999, tools) == (prompt, turns("Hi"))
+    assert cf.fit_prompt(tok, turns("Hi"), len(prompt) - 1, tools) is None
+    assert cf.fit_conversation(tok, turns("Hi", "Yo"), 999, tools)[0] == ids
+
+
+def test_tools_that_the_template_does_not_print_are_known():
+    assert cf.leaves_out(cached("qwen_like"), turns("Hi"), [TOOL])
+    only_their_number = fresh("qwen_like", "{{ tools | length if tools }}" + small.QWEN_LIKE_TEMPLATE)
+    assert cf.leaves_out(only_their_number, turns("Hi"), [TOOL])
+
+
+@pytest.mark.parametrize("column, tools", [(None, None), ("", None), ("[]", None), ([TOOL], [TOOL])])
+def test_a_column_of_tools(column, tools):
+    assert cf.tools_of({"tools": column}) == tools and cf.tools_of({}) is None
+
+
+@pytest.mark.parametrize("column, why", [
+    ("hammer", "the column tools is no JSON text"), ("{}", "the column tools is no list of definitions: got {}"),
+    ('["frost"]', "the column tools is no list of definitions"), ("[" * 99999, "the column tools is no JSON text"),
+])  # fmt: skip
+def test_a_column_of_something_else(column, why):
+    with pytest.raises(cf.RowError, match=re.escape(why)):
+        cf.tools_of({"tools": column})
+
+
+# ---- weights and greetings
+
+
+def test_an_answer_of_weight_0_is_context_and_the_last_trained_one_ends_the_conversation():
+    tok = cached("characters", "human-assistant")
+    messages = turns("Hi", "Yo", "Bye", "Oh", "So", "Ah")
+    messages[1]["weight"], messages[3]["weight"], messages[5]["weight"] = 0, None, 0
+    assert cf.encode_conversation(tok, messages) == by_hand(
+        tok, "<s>", "\n\nHuman: Hi\n\nAssistant: Yo", "</s>", "\n\nHuman: Bye\n\nAssistant:", "+ Oh", "+</s>"
+    )
+    messages[3]["weight"] = 0
+    with pytest.raises(cf.RowError, match="^no assistant turn is trained: all have weight 0$"):
+        cf.encode_conversation(tok, messages)
+    assert "weight" not in tok.decode(cf.encode_prompt(fresh("characters", "{{ messages }}"), turns("Hi")))
+
+
+def test_a_greeting_is_context_in_prompts_and_pairs_and_goes_first_where_there_is_no_room():
+    tok = cached("characters", "human-assistant")
+    messages = turns("", "Hi", "Who?", system="S")
+    messages[1:] = [{"role": "assistant", "content": "Halt!"}, {"role": "user", "content": "Me"}]
+    prompt = by_hand(tok, "<s>", "S\n\nAssistant: Halt!", "</s>", "\n\nHuman: Me\n\nAssistant:")[0]
+    assert cf.encode_prompt(tok, messages) == prompt
+    assert cf.encode_pair(tok, messages, turns("", "A")[1:], turns("", "B")[1:])[0] == prompt
+    left = [messages[0], messages[2]]
+    assert cf.fit_prompt(tok, messages, len(prompt) - 1) == (cf.encode_prompt(tok, left), left)
+    assert cf.encode_conversation(tok, [*messages[1:], {"role": "assistant", "content": "Oh"}]) == by_hand(
+        tok, "<s>", "\n\nAssistant: Halt!", "</s>", "\n\nHuman: Me\n\nAssistant:", "+ Oh", "+</s>"
+    )
+
+
+# ---- templates that do not end
+
+NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize("template, why", [
+    (NESTED, "it runs for more than 1 seconds, or needs more than"),
+    ("{{ 'a' * 3000000 }}", "it prints 3,000,0"),
+    ("{{ 'a' * 9000000000 }}", "it needs more than 2 GB"),
+])  # fmt: skip
+def test_a_template_without_an_end_is_refused_in_a_process_of_its_own(template, why, monkeypatch):
+    monkeypatch.setattr(template_limits, "SECONDS", 1)
+    monkeypatch.setattr(template_limits, "GIGABYTES", 2)
+    message = refuse(fresh("characters", template + small.QWEN_LIKE_TEMPLATE), None)
+    assert message.startswith("the tokenizer's own chat template is stopped: " + why)
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_a_template_that_does_not_end_on_one_conversation_is_stopped_in_any_thread(thread, monkeypatch):
+    monkeypatch.setattr(template_limits, "PATIENCE", 0.5)
+    template = "{% if messages[0].content == 'loop' %}" + NESTED + "{% endif %}" + small.QWEN_LIKE_TEMPLATE
+    tok, caught = fresh("qwen_like", template), []
+
+    def ask():
+        try:
+            cf.encode_prompt(tok, turns("loop"))
+        except cf.RowError as error:
+            caught.append(str(error))
+
+    if thread == "main":
+        ask()
+    else:
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+    assert caught == ["the chat template refuses the conversation: it runs for more than 0.5 seconds (roles: user)"]
+    assert cf.encode_prompt(tok, turns("Hi"))
+
+
+def test_a_template_that_prints_far_more_than_it_is_given():
+    tok = fresh("qwen_like", "{% if messages[0].content == 'more' %}{{ 'a' * 9000000 }}{% endif %}" + NO_END)
+    with pytest.raises(cf.RowError, match="prints too much: it prints 9,00.* characters of a conversation of 4"):
+        cf.encode_prompt(tok, turns("more"))
 
 
 # ---- what is refused
@@ -359,7 +556,8 @@ def test_prompts_and_pairs_that_are_refused():
         cf.encode_pair(tok, turns("Hi"), turns("Yo"), turns("Hi", "No")[1:])
     with pytest.raises(cf.RowError, match="^not a list of messages"):
         cf.encode_pair(tok, turns("Hi"), "Yo", "No")
-    rewriting = fresh("qwen_like", THINK_PROMPT)
+    # Counts the turns: the prompt of one is not the beginning of what stands before the second answer.
+    rewriting = fresh("qwen_like", "{{ messages | length // 3 }}" + small.QWEN_LIKE_TEMPLATE)
     long = turns("", "Yo", "And?", "Oh")[1:]
     with pytest.raises(cf.RowError, match="rewrites the prompt"):
         cf.encode_pair(rewriting, turns("Hi"), long, long)

@@ -264,6 +264,51 @@ def test_conversations_with_earlier_answers_not_trained_are_counted():
     assert examples.tokenise_sft(tokenizer(), rows, 100)[1].partly_trained == 0
 
 
+def test_sft_answers_of_weight_0_are_counted_as_that_and_as_nothing_else():
+    one, other = answer("b")[0], answer("d")[0] | {"weight": None}
+    rows = [{"messages": user("a") + [one | {"weight": w}] + user("c") + [other]} for w in (0, 1, None)]
+    kept, report = examples.tokenise_sft(tokenizer(), rows, 100)
+    assert str(report) == ("sft data: 3 rows read, 3 kept; 1 of them with answers of weight 0, which are context only")
+    assert [example.mask for example in kept] == [
+        [False] * 5 + [True] * 2,
+        *[[False, False, True, True] + [False] + [True] * 2] * 2,
+    ]
+    assert kept[0].ids == spell("ab", bos=True, end=True) + spell("cd", end=True) == kept[1].ids
+    none_left = [{"messages": user("a") + [answer("b")[0] | {"weight": 0}]}]
+    assert examples.tokenise_sft(tokenizer(), none_left, 100)[1].set_aside == {
+        "no assistant turn is trained: all have weight 0": 1
+    }
+    # Only an answer that is trained counts as one that begins within the limit.
+    assert examples.tokenise_sft(tokenizer(), rows[:1], 4)[0][0].ids == spell("cd", bos=True, end=True)[:4]
+
+
+def test_a_greeting_that_is_not_trained_is_counted():
+    rows = [{"messages": answer("a") + user("b") + answer("c")}]
+    kept, report = examples.tokenise_sft(tokenizer(), rows, 100)
+    assert kept[0].mask == [False] * 4 + [True, True] and report.partly_trained == 1
+    assert "1 of them with earlier answers not trained (" in str(report)
+    assert "or nothing was asked before them)" in str(report)
+
+
+def test_tools_that_the_template_does_not_print_are_counted_in_every_stage():
+    tools = json.dumps([{"type": "function", "function": {"name": "frost"}}])
+    prints = small.characters()
+    prints.chat_template = "{{ tools | tojson if tools else '' }}" + tokenizer().chat_template
+    for tokenise, row in (
+        (examples.tokenise_sft, ROWS["sft"][0]),
+        (examples.tokenise_pairs, ROWS["preference"][0]),
+        (examples.tokenise_prompts, ROWS["prompts"][0]),
+    ):
+        rows = [row | {"tools": tools}, row | {"tools": None}, row | {"tools": "{"}]
+        kept, report = tokenise(tokenizer(), rows, 200)
+        assert len(kept) == 2 and "1 of them with tools that the chat template does not print" in str(report)
+        assert report.set_aside == {"the column tools is no JSON text": 1}
+        kept, report = tokenise(prints, rows, 200)
+        assert report.tools_unseen == 0
+        first, second = (example.ids if hasattr(example, "ids") else example.prompt for example in kept)
+        assert len(first) - len(second) == len(json.dumps(json.loads(tools)))
+
+
 def test_pairs_are_cut_counted_or_set_aside():
     def pair(prompt, chosen, rejected, **columns):
         return {"prompt": prompt, "chosen": answer(chosen), "rejected": answer(rejected), **columns}
