@@ -8,10 +8,12 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from step0_data.split import opening_of
 
 FEW_TRAIN = 64  # one RL step of step 3, eight steps of steps 1 and 2, at their defaults
 FEW_EVAL = 25  # an accuracy measured on 25 rows is known to within 0.2 at best
@@ -24,6 +26,8 @@ SHORT_LEAK_SHARE = 0.5  # of rows, for short reference answers; by chance 6 % of
 LABELS = 20  # as few different reference answers are labels ("A", "positive"), which prompts list
 SAME_SHARE = 0.01  # of pairs that differ in white space or case only: such a pair teaches nothing
 REPEAT_SHARE = 0.05  # of answers that are one and the same text: it is learned by heart, whatever is asked
+ALIKE_SHARE = 0.5  # of rows that open alike: they go to one side, so the sides are far from the shares asked for
+FEW_OPENINGS = 20  # to be dealt out; fewer than a fifth of the rows, or each row would be its own
 OPENING_SHARE = 0.25  # of answers that begin with the same words
 OPENING_RATIO = 0.5  # of the other side's answers with that opening to this side's: above it, it gives little away
 OPENING_WORDS = 5  # "I am sorry, but I"; a Chinese character counts as a word
@@ -65,6 +69,7 @@ class Tally:
     repeats: dict[str, Counter] = field(default_factory=dict)  # text: (fingerprint, its beginning)
     openings: dict[str, Counter] = field(default_factory=dict)
     references: Counter = field(default_factory=Counter)  # the `answer` column of prompts
+    first_turns: Counter = field(default_factory=Counter)  # what the split goes by: (fingerprint, the user's words)
     found: Counter = field(default_factory=Counter)  # what else was met, by name
     tokenised: int = 0  # rows tried with a tokenizer
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of each prompt, answer, ...
@@ -92,6 +97,9 @@ class Tally:
         self.found[f"dialogue in {what}"] += any(_MARKER.search(text) for text in texts.values())
         if self.stage == "pretrain":
             return
+        first = next(m["content"] for m in prompt if m["role"] == "user")
+        key = hashlib.sha256(opening_of(prompt).encode()).digest()[:8]
+        self.first_turns[key, " ".join(first[:60].split())] += 1
         better = texts.get("chosen", texts.get("answer"))
         if better is not None and len(better.strip()) >= LEAK_CHARS and _squeeze(better) in asked:
             self.found["leak"] += 1
@@ -129,7 +137,11 @@ def warnings(tallies: Iterable[Tally]) -> list[str]:
     stages = list(dict.fromkeys(tally.stage for tally in files.values()))
     rows = {name: tally.rows for name, tally in files.items()}
     sizes = {stage: (rows.get(f"{stage}/train", 0), rows.get(f"{stage}/eval", 0)) for stage in stages}
-    lines = list(_of_sizes(sizes))
+    alike = {}
+    for stage in stages:
+        told = _of_first_turns([files[name] for part in ("train", "eval") if (name := f"{stage}/{part}") in files])
+        alike |= {stage: told} if told else {}
+    lines = [*_of_sizes(sizes, alike), *(f"{stage}: {told}" for stage, told in alike.items())]
     for stage in stages:
         tally = files.get(f"{stage}/train") or files[f"{stage}/eval"]
         for check in (_of_length, _of_same, _of_leaks, _of_repeats, _of_openings, _of_dialogues, _of_tokens):
@@ -137,16 +149,38 @@ def warnings(tallies: Iterable[Tally]) -> list[str]:
     return lines
 
 
-def _of_sizes(sizes: dict[str, tuple[int, int]]) -> Iterator[str]:
-    """`sizes`: the rows of train and of eval of each stage."""
-    if untrained := [stage for stage, (train, _) in sizes.items() if not train]:
+def _of_first_turns(tallies: list[Tally]) -> str | None:
+    """Of one stage: rows that open alike go to one side together, which no --eval_fraction can part."""
+    turns = sum((tally.first_turns for tally in tallies), Counter())
+    rows, different = turns.total(), len(turns)
+    if rows < AT_LEAST:
+        return None
+    most, times = turns.most_common(1)[0]
+    if times >= ALIKE_SHARE * rows:
+        who = f"all {rows:,} rows" if different == 1 else f"{times:,} of {rows:,} rows ({times / rows:.1%})"
+        told = f"{who} open alike, with {_quote(most[1])}"
+    elif different < FEW_OPENINGS and rows >= 5 * different:
+        told = f"{rows:,} rows have only {different} different openings, most often {_quote(most[1])}"
+    else:
+        return None
+    side = max(tallies, key=lambda tally: tally.first_turns[most]).part
+    alone = "and no row to the other" if len(tallies) == 1 else "whatever --eval_fraction says"
+    return (
+        f"{told}; rows with the same first turns go to one stage and to one side, here {side}, {alone}: take the turns "
+        "that rows share out of them, or add rows that open otherwise"
+    )
+
+
+def _of_sizes(sizes: dict[str, tuple[int, int]], alike: Mapping[str, str]) -> Iterator[str]:
+    """`sizes`: the rows of train and of eval of each stage. `alike`: the stages whose rows cannot be dealt out."""
+    if untrained := [stage for stage, (train, _) in sizes.items() if not train and stage not in alike]:
         yield f"{', '.join(untrained)}: all rows fell into eval; more rows, or a smaller --eval_fraction, feed train"
     if few := [f"{stage} {train}" for stage, (train, _) in sizes.items() if 0 < train < FEW_TRAIN]:
         yield (
             f"train has few rows ({', '.join(few)}): enough to see it run, too few to learn from; add sources, or "
             "change the shares of --split"
         )
-    judged = {stage: held_out for stage, (_, held_out) in sizes.items() if stage != "pretrain"}
+    judged = {stage: held_out for stage, (_, held_out) in sizes.items() if stage not in ("pretrain", *alike)}
     if unjudged := [stage for stage, held_out in judged.items() if not held_out]:
         yield (
             f"{', '.join(unjudged)}: no row is kept for evaluation, so nothing will tell learning from learning by "

@@ -313,10 +313,12 @@ def _one_line(text: str, limit: int = _REASON_CHARS) -> str:
 
 def opening(record: formats.Record) -> str:
     """What the split hashes: everything up to the first user turn, so that all continuations of it stay together."""
-    if record.prompt is None:
-        return _squeeze(record.text)
-    first_user = next(i for i, m in enumerate(record.prompt) if m["role"] == "user")
-    turns = [f"[{_quote(m['role'])}, {_quote(_squeeze(m['content']))}]" for m in record.prompt[: first_user + 1]]
+    return _squeeze(record.text) if record.prompt is None else opening_of(record.prompt)
+
+
+def opening_of(prompt: list[dict]) -> str:
+    first_user = next(i for i, m in enumerate(prompt) if m["role"] == "user")
+    turns = [f"[{_quote(m['role'])}, {_quote(_squeeze(m['content']))}]" for m in prompt[: first_user + 1]]
     return f"[{', '.join(turns)}]"
 
 
