@@ -4,10 +4,10 @@ A file is read as what it is where there is one way only to take it. Everything 
 to do. Nothing here guesses which of two readings was meant.
 """
 
-import zipfile
 from pathlib import Path
 
 from common.errors import UserError
+from step0_data.columns import WORDS
 from step0_data.formats import FORMS
 from step0_data.turns import ROLES
 
@@ -25,7 +25,6 @@ _BEGINS = {  # how a file begins: what it is, and the way out
     b"\xff\xfe": f"is UTF-16, wanted UTF-8; {_ICONV.format('UTF-16')}",
     b"\xfe\xff": f"is UTF-16, wanted UTF-8; {_ICONV.format('UTF-16')}",
     b"\xd0\xcf\x11\xe0": f"is an Excel sheet; {_SHEET}",
-    b"BZh": f"is packed by bzip2; {_UNPACK}",
     b"\xfd7zXZ": f"is packed by xz; {_UNPACK}",
     b"\x28\xb5\x2f\xfd": f"is packed by zstd; {_UNPACK}",
     b"7z\xbc\xaf": "is a 7z archive; unpack it",
@@ -43,21 +42,17 @@ _OTHER_NAMES = {
 
 def check_beginning(path: Path, head: bytes, kind: str) -> None:
     """Raises a UserError if what a file begins with is not of the kind that its name says."""
-    for start, trouble in _BEGINS.items():
-        if head.startswith(start) and not (
-            kind == ".parquet" and start == b"PAR1" or kind == ".arrow" and "arrow file" in trouble
-        ):
-            raise UserError(f"{path}: {trouble}")
+    trouble = next((what for start, what in _BEGINS.items() if head.startswith(start)), None)
+    if head[4:10] == b"1AY&SY":
+        trouble = f"is packed by bzip2; {_UNPACK}"
+    if trouble and not trouble.endswith(f"end the name in {kind}"):
+        raise UserError(f"{path}: {trouble}")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml")):
         what = "XML" if text.startswith(b"<?xml") else "a web page"
         raise UserError(f"{path}: is {what}, no data; where it was downloaded, get the file itself (raw), logged in")
-    if head.startswith(b"PK"):
-        is_sheet = (
-            path.suffix != ".gz"
-            and zipfile.is_zipfile(path)
-            and "[Content_Types].xml" in zipfile.ZipFile(path).namelist()
-        )
+    if head.startswith((b"PK\3\4", b"PK\5\6")):
+        is_sheet = any(name in head for name in (b"[Content_Types].xml", b"xl/", b"docProps/"))
         raise UserError(f"{path}: " + (f"is an Excel sheet; {_SHEET}" if is_sheet else "is a zip archive; unpack it"))
     if kind in (".parquet", ".arrow"):
         return
@@ -77,7 +72,6 @@ def unknown_kind(path: Path, known: tuple[str, ...]) -> str:
 
 _ENTRY = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}  # of LLaMA-Factory
 _RECORDS = "write it again with orient='records', lines=True"
-_WRAPPERS = ("data", "rows", "train", "examples")
 
 
 def describes(data) -> bool:
@@ -94,7 +88,8 @@ def describes(data) -> bool:
 
 
 def is_row(data: dict) -> bool:
-    return any(form.recognises(data) for form in FORMS)
+    row = {str(name).strip().lower(): value for name, value in data.items()}
+    return any(form.recognises(row) for form in FORMS)
 
 
 def rows_in(path: Path, data: dict) -> list[dict] | None:
@@ -103,19 +98,17 @@ def rows_in(path: Path, data: dict) -> list[dict] | None:
     Raises:
         UserError: a description, a table told by its columns, several lists of rows.
     """
-    lists = [name for name, it in data.items() if _are_rows(it)]
-    wrapped = len(data) == 1 and lists and lists[0] in _WRAPPERS
-    if wrapped or (len(lists) == 1 and not is_row(data)):
-        return data[lists[0]]
-    if len(lists) > 1 and not is_row(data):
-        raise UserError(
-            f"{path}: holds {len(lists)} lists of rows ({', '.join(lists)}); write each to a file of its own"
-        )
-    if shape := _table(data):
-        raise UserError(f"{path}: holds {shape}, wanted a list of rows; where pandas wrote it, {_RECORDS}")
     if describes(data):
         raise UserError(f"{path}: describes data and holds no rows; give the files of the data")
-    return None
+    if shape := _table(data):
+        raise UserError(f"{path}: holds {shape}, wanted a list of rows; where pandas wrote it, {_RECORDS}")
+    lists = [name for name, it in data.items() if _are_rows(it) and name.strip().lower() not in WORDS]
+    if is_row(data):
+        return None
+    if len(lists) > 1:
+        names = ", ".join(lists)
+        raise UserError(f"{path}: holds {len(lists)} lists of rows ({names}); write each to a file of its own")
+    return data[lists[0]] if lists else None
 
 
 def _are_rows(value) -> bool:
@@ -132,16 +125,11 @@ def _table(data: dict) -> str | None:
     inside = list(data.values())
     if {"columns", "data"} <= data.keys() and all(isinstance(data[name], list) for name in ("columns", "data")):
         return "a table in parts (columns and data)"
-    if not all(isinstance(it, dict) and it for it in inside) or not inside:
-        names = [
-            name for name, it in data.items() if isinstance(it, list) and it and all(isinstance(v, str) for v in it)
-        ]
-        is_columns = (
-            len(inside) > 1
-            and len(names) > 1
-            and all(isinstance(it, list) and len(it) == len(inside[0]) for it in inside)
-        )
-        return "a table by columns, each a list" if is_columns and not is_row(data) else None
+    if inside and all(isinstance(it, list) and len(it) == len(inside[0]) for it in inside):
+        texts = [it for it in inside if it and all(isinstance(text, str) for text in it)]
+        return "a table by columns, each a list" if len(texts) > 1 else None
+    if not inside or not all(isinstance(it, dict) and it for it in inside):
+        return None
     if all(it.keys() == inside[0].keys() for it in inside):
         if all(map(str.isdigit, inside[0])):
             return "a table by columns, each an object with a key for every row"

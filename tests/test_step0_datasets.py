@@ -479,7 +479,8 @@ def test_the_prompts_of_comparisons_leave_the_answers_columns_behind(tmp_path, m
 def test_rm_static_and_hh_are_the_same_dialogues(tmp_path, monkeypatch):
     whole = {side: HH.format("q") + text for side, text in (("chosen", " A."), ("rejected", " B [2]."))}
     sources = [write(tmp_path / "hh.jsonl", [whole]), write(tmp_path / "static.jsonl", [static("q")])]
-    assert run(monkeypatch, "--dataset", *sources, "--drop_duplicates", "--output_dir", tmp_path / "data") == 0
+    words = ("--drop_duplicates", "--stages", "preference", "--output_dir", tmp_path / "data")
+    assert run(monkeypatch, "--dataset", *sources, *words) == 0
     entries = json.loads((tmp_path / "data/manifest.json").read_text())["sources"]
     assert [sum(entry["used"].values()) for entry in entries] == [1, 0] and entries[1]["duplicates"] == 1
 

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import uuid
+import zipfile
 import zoneinfo
 
 import pyarrow as pa
@@ -47,6 +48,14 @@ def parquet(*prompts: bytes) -> bytes:
 def table(columns) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file)
+    return file.getvalue()
+
+
+def archive(*names: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as found:
+        for name in names:
+            found.writestr(name, "x")
     return file.getvalue()
 
 
@@ -149,7 +158,7 @@ ROWS = {  # file: content, place, reason, fix
         "text is a number", "give it some text"),
     "label.jsonl": (lines(b'{"prompt": "q", "completion": "a", "label": "maybe"}\n'), "line 2",
         "label is 'maybe'", "wanted true or false: is the answer good? where it is a class, say --format completion"),
-    "blank.csv": (CSV + b",\nthree,c\n", "line 3",
+    "blank.jsonl": (lines(b'{"prompt": "", "completion": null}\n'), "line 2",
         "the row is blank: all its cells are empty", "remove it"),
     "half_pair.jsonl": (lines(row(rejected=None)), "line 2",
         "rejected is null, and the other answer of the pair is not", "give it an answer"),
@@ -238,13 +247,67 @@ FILES = {  # file: content, what is said of it
     "more.json": (b'[{"prompt": "one"}]\n[{"prompt": "two"}]',
         "PATH line 2 column 1: broken JSON (Extra data); mend the file there"),
     "a_number.json": (b"3",
-        "PATH: holds one int, wanted a list of rows"),
+        "PATH: holds a number, wanted a list of rows"),
     "empty.json": (b" \n",
         "PATH: is empty, wanted a list of rows"),
     "object_cut.json": (b'{"data": [{"prompt": "one"}\n',
         "PATH line 2 column 1: broken JSON (the file ends too early, it was cut off); mend the file there"),
     "deep.json": (b'[{"prompt": "one"}, ' + b"[" * 100000 + b"]" * 100000 + b"]",
         "PATH row 2: broken JSON (nested too deeply); mend or remove the row"),
+    "null.json": (b"null",
+        "PATH: holds null, wanted a list of rows"),
+    "page.jsonl": (b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html><body>Not found</body></html>",
+        "PATH: is a web page, no data; where it was downloaded, get the file itself (raw), logged in"),
+    "answer.parquet": (b"<?xml version='1.0'?><Error/>",
+        "PATH: is XML, no data; where it was downloaded, get the file itself (raw), logged in"),
+    "pointer.parquet": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+        "PATH: is a Git LFS pointer, not the data; get them: git lfs pull"),
+    "table.jsonl": (parquet(b"one"),
+        "PATH: is a parquet file, which its name does not say; end the name in .parquet"),
+    "packed_twice.jsonl.gz": (gzip.compress(gzip.compress(GOOD)),
+        "PATH: is packed by gzip, which its name does not say; end the name in .gz"),
+    "sheet.csv": (archive("[Content_Types].xml", "xl/workbook.xml"),
+        "PATH: is an Excel sheet; save the sheet as CSV (UTF-8) and give that"),
+    "old_sheet.csv": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+        "PATH: is an Excel sheet; save the sheet as CSV (UTF-8) and give that"),
+    "archive.json": (archive("a.json"),
+        "PATH: is a zip archive; unpack it"),
+    "no_mark.jsonl": (GOOD.decode().encode("utf-16-le"),
+        "PATH: is UTF-16, wanted UTF-8; convert it: iconv -f UTF-16LE -t UTF-8 OLD > NEW"),
+    "no_mark.csv": (CSV.decode().encode("utf-16-be"),
+        "PATH: is UTF-16, wanted UTF-8; convert it: iconv -f UTF-16BE -t UTF-8 OLD > NEW"),
+    "utf32.json": (GOOD.decode().encode("utf-32"),
+        "PATH: is UTF-32, wanted UTF-8; convert it: iconv -f UTF-32 -t UTF-8 OLD > NEW"),
+    "rows.gz": (gzip.compress(GOOD),
+        "PATH: unknown kind of file '.gz'; its name does not say what is packed in it; call it NAME.jsonl.gz, or "
+        ".json.gz, .csv.gz, ..."),
+    "rows.xlsx": (b"PK",
+        "PATH: unknown kind of file '.xlsx'; a spreadsheet; save the sheet as CSV (UTF-8) and give that"),
+    "rows.jsonl.zst": (b"\x28\xb5\x2f\xfd",
+        "PATH: unknown kind of file '.zst'; packed in a way that is not read here; unpack it, or pack the one file as "
+        ".gz"),
+    "rows.tar.gz": (gzip.compress(b"rows"),
+        "PATH: unknown kind of file '.gz'; an archive; unpack it and give its folder"),
+    "columns.json": (b'{"prompt": {"0": "q", "1": "r"}, "completion": {"0": "a", "1": "b"}}',
+        "PATH: holds a table by columns, each an object with a key for every row, wanted a list of rows; where pandas "
+        "wrote it, write it again with orient='records', lines=True"),
+    "index.json": (b'{"0": {"prompt": "q", "completion": "a"},\n "1": {"prompt": "r", "completion": "b"}}',
+        "PATH: holds a table by its index, an object with a key for every row, wanted a list of rows; where pandas "
+        "wrote it, write it again with orient='records', lines=True"),
+    "split.jsonl": (b'{"columns": ["prompt"], "index": [0, 1], "data": [["q"], ["r"]]}\n',
+        "PATH: holds a table in parts (columns and data), wanted a list of rows; where pandas wrote it, write it again "
+        "with orient='records', lines=True"),
+    "lists.json": (b'{"prompt": ["q", "r"], "completion": ["a", "b"]}',
+        "PATH: holds a table by columns, each a list, wanted a list of rows; where pandas wrote it, write it again "
+        "with orient='records', lines=True"),
+    "splits.json": (b'{"train": [{"prompt": "q"}], "test": [{"prompt": "r"}]}',
+        "PATH: holds 2 lists of rows (train, test); write each to a file of its own"),
+    "croissant.json": (b'{"@context": {"@language": "en"}, "@type": "sc:Dataset", "name": "corpus"}',
+        "PATH: describes data and holds no rows; give the files of the data"),
+    "control\x1b[31m.jsonl": (GOOD,
+        "FOLDER/control\\x1b[31m.jsonl: its name has a control character; rename it"),
+    "indented_cut.jsonl": (b'{\n "prompt": "q"\n}\n{\n "prompt": "r"',
+        "PATH line 5 column 15: broken JSON (the file ends too early, it was cut off); mend the file there"),
     "empty.jsonl": (b"\n\n",
         "no row is left from PATH: the sources hold no rows"),
     "empty.csv": (b"prompt,completion\n",
@@ -372,6 +435,22 @@ KINDS = {
     "put_together.ndjson": lambda rows: b"".join(b"\xef\xbb\xbf" + as_lines([row], False) for row in rows),
     "no_last_line_feed.jsonl.gz": lambda rows: gzip.compress(as_lines(rows, False).rstrip()),
     "members.jsonl.gz": lambda rows: b"".join(gzip.compress(as_lines([row], False)) for row in rows),
+    "old_mac.jsonl": lambda rows: as_lines(rows, False).replace(b"\n", b"\r"),
+    "mixed_ends.jsonl": lambda rows: b"".join(
+        as_lines([row], False)[:-1] + b"\r\n\r"[i % 3 :][:1] + b"\n" * (i % 3 == 2) for i, row in enumerate(rows)
+    ),
+    "PACKED.JSONL.GZ": lambda rows: gzip.compress(as_lines(rows, False)),
+    "indented.jsonl": lambda rows: b"".join(json.dumps(row, indent=2).encode() + b"\n" for row in rows),
+    "indented.json": lambda rows: b"".join(json.dumps(row, indent=2).encode() for row in rows),
+    "list.jsonl": lambda rows: json.dumps(rows).encode(),
+    "list_over_lines.jsonl": lambda rows: json.dumps(rows, indent=1, ensure_ascii=False).encode(),
+    "wrapped_with_more.json": lambda rows: json.dumps({"title": "t", "items": rows, "n": 3}, indent=1).encode(),
+    "wrapped.jsonl": lambda rows: json.dumps({"data": rows}).encode() + b"\n",
+    "excel.csv": lambda rows: (
+        b"\xef\xbb\xbfinstruction,output,,\r\n"
+        + b"".join(as_csv([row], ",").partition(b"\r\n")[2].rstrip(b"\r\n") + b",,\r\n,,,\r\n" for row in rows)
+        + b",\r\n" * 3
+    ),
     "list.json": lambda rows: json.dumps(rows, ensure_ascii=False, indent=2).encode("utf-8-sig"),
     "list.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
     "wrapped.json": lambda rows: json.dumps({"data": rows}).encode(),

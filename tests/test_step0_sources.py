@@ -3,6 +3,8 @@
 import csv
 import gzip
 import json
+import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -70,6 +72,51 @@ def test_a_folder_is_read_in_order_without_what_is_not_data(tmp_path):
     assert names == ["a.jsonl", "b/x.jsonl", "b/y.csv"]
 
 
+def test_what_describes_the_data_is_left_out_of_a_folder_and_named(tmp_path):
+    described = {
+        "croissant.json": {"@context": {"@language": "en"}, "@type": "sc:Dataset"},
+        "about.json": {"@context": {"@language": "en"}, "name": "corpus"},
+        "dataset_infos.json": {"default": {"features": {"prompt": {"dtype": "string"}}, "splits": {}}},
+        "infos.json": {"a": {"features": {}}, "b": {"features": {}}},
+        "llama_factory.json": {"a": {"file_name": "a.jsonl"}, "b": {"hf_hub_url": "x/y"}},
+        "datapackage.json": {"name": "corpus", "resources": [{"path": "a.jsonl"}]},
+        "schema.json": {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"},
+        "config.json": {"model_type": "llama"},
+    }
+    for name, content in described.items():
+        (tmp_path / name).write_text(json.dumps(content, indent=1))
+    rows = {
+        "one.json": ROWS[0],
+        "lines.json": None,
+        "other.json": {"foo": 1},
+        "features.json": {"prompt": "q", "features": 1},
+    }
+    for name, content in rows.items():
+        (tmp_path / name).write_text(json.dumps(content) if content else LINES)
+    for name in ("README.md", "LICENSE", "notes.txt", ".gitattributes", ".git/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (plan,) = sources.plan([str(tmp_path)])
+    assert [file.name for file in plan.files] == sorted(rows)
+    assert list(plan.not_data) == sorted([*described, "README.md", "LICENSE", "notes.txt"])
+
+
+def test_paths_with_signs_of_ours_in_them(tmp_path, monkeypatch):
+    """= : @ in names: they are paths first, whatever else they might say."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a=1:b@2.jsonl", "set:train@0.5", "lr=1/x.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(LINES)
+    assert sources.resolve("a=1:b@2.jsonl") == [Path("a=1:b@2.jsonl")]
+    (plan,) = sources.plan(["a=1:b@2.jsonl@0.5"])
+    assert (plan.name, plan.weight, plan.columns) == ("a=1:b@2.jsonl", 0.5, None)
+    with pytest.raises(UserError, match="unknown kind of file '.5'"):
+        sources.plan(["set:train@0.5"])
+    os.mkfifo("pipe.jsonl")
+    with pytest.raises(UserError, match="pipe.jsonl: is neither a file nor a folder"):
+        sources.plan(["pipe.jsonl"])
+
+
 def test_positions_count_from_one_and_skip_no_blank_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n\n{"a": 2}\n')
@@ -90,7 +137,7 @@ def test_a_broken_line_is_handed_on_as_a_bad_row(tmp_path):
 
 ERRORS = {
     "broken.json": (b'[{"a": 1},\n {"a" 2}]', "broken.json line 2 column 7: broken JSON"),
-    "number.json": (b"3", "holds one int, wanted a list of rows"),
+    "number.json": (b"3", "holds a number, wanted a list of rows"),
     "a.parquet": (b"PAR1 no", "not a readable parquet file"),
     "a.arrow": (b"nothing", "not a readable arrow file"),
     "a.jsonl.gz": (b"no gzip", "cannot be read"),

@@ -196,6 +196,29 @@ def test_what_each_form_feeds_and_what_stages_asks_for(tmp_path):
         collect(tmp_path, rows, rule=split.Rule((0, 1, 1), (), 0))
 
 
+def test_a_row_with_another_column_is_another_row(tmp_path):
+    """Of rows that become prompts every column counts; whatever the order, and an absent one is a null."""
+    first = {"prompt": "pick", "answer": "3", "check": {"a": 1, "b": 2}}
+    others = [first | {"answer": "8"}, first | {"answer": 3}, first | {"check": {"a": 1}}, first | {"level": 1}]
+    same = {"check": {"b": 2, "a": 1}, "level": None, "answer": "3", "prompt": "pick"}
+    for drop in (False, True):
+        stages, (entry,) = collect(tmp_path, [first, *others, first, same], drop_duplicates=drop)
+        rows = [row for part in stages["prompts"].values() for row in part]
+        assert entry["duplicates"] == 2 and len(rows) == (5 if drop else 7)
+    # Columns that are not written make no other row, and a margin does.
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    for more, repeats in (({"margin": 2.0}, 0), ({"id": 7}, 1)):
+        rule = split.Rule((0, 1, 0), ("preference",), 0)
+        _, (entry,) = collect(tmp_path, [pair, pair | more], rule=rule)
+        assert entry["duplicates"] == repeats
+
+
+def test_a_good_answer_is_no_repetition_of_a_bad_one(tmp_path):
+    rows = [{"prompt": "q", "completion": "a", "kto_tag": tag} for tag in (False, True, True)]
+    stages, (entry,) = collect(tmp_path, rows, drop_duplicates=True)
+    assert sum(entry["used"].values()) == 1 and entry["duplicates"] == 1
+
+
 def test_identical_pairs_and_duplicates_are_counted(tmp_path):
     same = {"prompt": "p", "chosen": "a", "rejected": "a"}
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
