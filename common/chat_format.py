@@ -15,133 +15,30 @@ BOS comes from the template only (`add_special_tokens=False` everywhere): it can
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
+import json
+import os
+import re
 from dataclasses import dataclass
-from pathlib import Path
 
-import jinja2
-
-from common.chat_templates import BUILTIN_TEMPLATES, ending_in_eos, turn_end
-from common.errors import UserError
-
-_SENTINEL = "Sentinel42"
-_NO_EOS = (
-    "the tokenizer has no EOS token and its chat template prints none after an answer, so nothing could end a turn; "
-    "set eos_token in tokenizer_config.json"
+from common.chat_rendering import (
+    SENTINEL,
+    RowError,
+    back_to_a_word,
+    ensure_template,
+    marker_ids,
+    probe,
+    render,
+    tokens_of,
 )
+from common.chat_templates import BUILTIN_TEMPLATES
 
-
-class RowError(UserError):
-    """One conversation cannot be used; `reason` is the same for all rows with the same trouble, to be counted."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail = reason, detail
-
-
-# ---- the template and what it prints around an answer
-
-
-def ensure_template(tokenizer, name_or_file: str | None) -> str:
-    """Give the tokenizer a chat template if it has none; return, in words to print, which one is in force.
-
-    The tokenizer's own template wins over `name_or_file` (a key of BUILTIN_TEMPLATES or a jinja file): a
-    model that was trained with one format is not to be fed another by a default in a script.
-    """
-    known = ", ".join(BUILTIN_TEMPLATES)
-    if tokenizer.chat_template:
-        used = "the tokenizer's own chat template"
-        if name_or_file:
-            used += f" (--chat_template {name_or_file} not used: it is for tokenizers that have none)"
-    elif not name_or_file:
-        raise UserError(f"the tokenizer has no chat template; name one with --chat_template: {known}, or a jinja file")
-    elif name_or_file in BUILTIN_TEMPLATES:
-        template, end = BUILTIN_TEMPLATES[name_or_file], turn_end(name_or_file)
-        used = f"the built-in chat template {name_or_file}"
-        if end not in marker_ids(tokenizer):
-            if tokenizer.eos_token is None:
-                raise UserError(_NO_EOS)
-            if end:
-                # Typed out, "<|im_end|>" would be half a dozen ordinary tokens: no single token to stop on.
-                template = ending_in_eos(name_or_file)
-                used += f" (turns end in {tokenizer.eos_token!r}: the tokenizer has no {end} token)"
-        tokenizer.chat_template = template
-    else:
-        path = Path(name_or_file)
-        if not path.is_file():
-            raise UserError(f"--chat_template {name_or_file}: neither a built-in ({known}) nor a file")
-        try:
-            tokenizer.chat_template = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"--chat_template {path}: not UTF-8 ({error.reason} at byte {error.start})") from error
-        used = f"the chat template in {path}"
-    header = _probe(tokenizer).header  # a template that cannot be rendered is found here, before any model is loaded
-    if header:
-        used += f" (it has no generation prompt: the model has to learn to write {header!r} itself)"
-    return used
-
-
-def marker_ids(tokenizer) -> dict[str, int]:
-    """Text -> id of the tokens that the tokenizer never splits and never makes from ordinary words."""
-    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-
-
-def _render(tokenizer, messages: list[dict], generation_prompt: bool = False) -> str:
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template; name one with --chat_template")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-    except Exception as error:  # whatever a template may raise: TemplateError, TypeError on missing content, ...
-        roles = " ".join(m["role"] for m in messages)
-        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        what = " ".join(str(error).split())
-        raise RowError("the chat template refuses the conversation", f"{line}{what} (roles: {roles})") from error
-
-
-def _tokens(tokenizer, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-
-@dataclass(frozen=True)
-class _Probe:
-    """What the template prints around an answer, found by rendering a known one."""
-
-    lead: str  # between the generation prompt and the answer's text: " " for "Assistant:" + " yes"
-    header: str  # the same, where it names the speaker: the template has no generation prompt
-    tail: str  # after the answer's text, at the end of a conversation
-    gap: str  # its part before the turn end: " " for "yes </s>"
-    end_id: int  # the turn end
-    end_text: str | None  # its text where the template prints it; None: we add it as an id
-
-
-def _probe(tokenizer) -> _Probe:
-    return _cached_probe(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token, len(tokenizer))
-
-
-@functools.lru_cache(maxsize=16)
-def _cached_probe(tokenizer, _template, _eos, _size) -> _Probe:
-    # The underscored arguments are only there so that a changed tokenizer is probed again.
-    question = [{"role": "user", "content": "Hi"}]
-    prompt = _render(tokenizer, question, generation_prompt=True)
-    full = _render(tokenizer, question + [{"role": "assistant", "content": _SENTINEL}])
-    at = full.rfind(_SENTINEL)
-    if at < 0:
-        raise UserError("the chat template does not print the assistant's content; give another with --chat_template")
-    lead = full[len(prompt) : at] if full[:at].startswith(prompt) else ""
-    header = lead if lead.strip() and prompt == _render(tokenizer, question) else ""
-    tail = full[at + len(_SENTINEL) :]
-    for text, token_id in sorted(marker_ids(tokenizer).items(), key=lambda item: -len(item[0])):
-        if tail.lstrip().startswith(text) and token_id in _tokens(tokenizer, tail):
-            return _Probe(lead, header, tail, tail[: tail.index(text)], token_id, text)
-    if tokenizer.eos_token_id is None:
-        raise UserError(_NO_EOS)
-    return _Probe(lead, header, tail, "", tokenizer.eos_token_id, None)
+__all__ = ["BUILTIN_TEMPLATES", "RowError", "ensure_template", "marker_ids"]  # of other files, for users of this one
 
 
 def turn_end_id(tokenizer) -> int:
     """The token that ends an assistant turn: the one the template prints after the answer, else EOS."""
-    return _probe(tokenizer).end_id
+    return probe(tokenizer).end_id
 
 
 def stop_ids(tokenizer, generation_config_eos: int | list[int] | None = None) -> tuple[int, ...]:
@@ -162,6 +59,7 @@ class _Encoded:
     # where it was put in as an id, since the text does not show it.
     text_start: int = 0
     ids_start: int = 0
+    answer_at: int = 0  # where in the text the last answer begins
     trouble: tuple[str, str] | None = None  # why the last answer must not be trained: a RowError's reason, detail
 
     def extended(self, tokenizer, text: str, trained: bool) -> _Encoded:
@@ -174,20 +72,20 @@ class _Encoded:
 def _continuation(tokenizer, context: str, context_ids: list[int], text: str) -> list[int]:
     """Ids of `text` as it follows `context`, whose ids are already fixed."""
     if context:
-        whole = _tokens(tokenizer, context + text)
+        whole = tokens_of(tokenizer, context + text)
         if whole[: len(context_ids)] == context_ids:
             return whole[len(context_ids) :]
-    alone = _tokens(tokenizer, text)
+    alone = tokens_of(tokenizer, text)
     if _adds_prefix_space(tokenizer):
         # Some sentencepiece tokenizers put a space before any text they are given: hide it behind a newline.
-        anchor, whole = _tokens(tokenizer, "\n"), _tokens(tokenizer, "\n" + text)
+        anchor, whole = tokens_of(tokenizer, "\n"), tokens_of(tokenizer, "\n" + text)
         if whole[: len(anchor)] == anchor:
             return whole[len(anchor) :]
     return alone
 
 
 def _adds_prefix_space(tokenizer) -> bool:
-    first = tokenizer.convert_ids_to_tokens(_tokens(tokenizer, "a")[:1])
+    first = tokenizer.convert_ids_to_tokens(tokens_of(tokenizer, "a")[:1])
     return bool(first) and first[0][:1] in ("\u2581", "\u0120")
 
 
@@ -201,36 +99,80 @@ def _check_messages(messages) -> None:
             raise RowError("a message without text", f"role {message['role']}, content {message.get('content')!r:.80}")
 
 
-def _encode_prompt(tokenizer, messages) -> _Encoded:
-    """All turns and the generation prompt; earlier answers end in their turn end, where the template lets them stand.
+def is_context_only(message: dict) -> bool:
+    """Whether the data says that an answer is never trained: `weight` 0. Absent or null means 1."""
+    return message.get("weight") is not None and not message["weight"]
 
-    It may rewrite answers once they are history (drop reasoning, say). Then the actor sees the text as the template
-    prints it, up to there.
+
+def tools_of(row: dict) -> list[dict] | None:
+    """The definitions of tools that a row brings in its column `tools`, which is JSON text. Raises RowError."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise RowError("the column tools is no JSON text", str(error)) from error
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError("the column tools is no list of definitions", f"got {tools!r:.80}")
+    return tools or None
+
+
+def leaves_out(tokenizer, messages, tools: list[dict]) -> bool:
+    """Whether the model does not get to see these tools: the template prints no definitions, or not all."""
+    text = render(tokenizer, messages, tools=tools)
+    names = [tool.get("function", tool).get("name") for tool in tools if isinstance(tool.get("function", tool), dict)]
+    return text == render(tokenizer, messages) or not all(str(name) in text for name in names)
+
+
+def _encode_prompt(tokenizer, messages, tools) -> _Encoded:
+    """All turns and the generation prompt."""
+    text = render(tokenizer, messages, True, tools)
+    _check_printed(messages, text)
+    return _encode_turns(tokenizer, messages, tools, text)
+
+
+def _check_printed(messages, text: str) -> None:
+    for message in messages:
+        if message["role"] != "assistant" and not _is_in(message["content"], text):
+            shown = repr(message["content"][:80])
+            raise RowError(f"the chat template leaves out what a turn of role {message['role']} says", shown)
+
+
+def _encode_turns(tokenizer, messages, tools, text: str) -> _Encoded:
+    """`text`, which holds these turns as the template prints them; earlier answers end in their turn end.
+
+    That is so where the template lets them stand. It may rewrite answers once they are history (drop reasoning, say);
+    then they are context, as the template prints them, and so are answers before which nothing was asked.
     """
-    text = later = _render(tokenizer, messages, generation_prompt=True)
-    answers = []
-    for i in reversed(range(len(messages))):
+    later, answers = text, []
+    for i in reversed(range(1, len(messages))):
         if messages[i]["role"] == "assistant":
-            before = _render_prompt(tokenizer, messages[:i])
-            answer, full = _find_answer(tokenizer, messages[: i + 1], before)
-            if not later.startswith(before + answer):
+            try:
+                found = _find_answer(tokenizer, messages[: i + 1], tools)
+            except RowError:  # it prints this turn only where others follow, or nothing was asked before it
                 break
-            answers.append((messages[i]["content"], before, answer, full))
-            later = before
-    ids = _tokens(tokenizer, later)
+            if not later.startswith(found.before + found.answer):
+                break
+            answers.append((messages[i], found))
+            later = found.before
+    ids = tokens_of(tokenizer, later)
     encoded = _Encoded(later, ids, [False] * len(ids))
-    for content, before, answer, full in reversed(answers):
-        prompt = _followed(tokenizer, encoded, before)
-        encoded = _answered(tokenizer, prompt, content, answer, full)
-        if encoded.trouble:  # no model should give this answer: it stays as context
+    for message, found in reversed(answers):
+        prompt = _followed(tokenizer, encoded, found.before)
+        encoded = _answered(tokenizer, prompt, message["content"], found)
+        if encoded.trouble or is_context_only(message):  # no model should give this answer: it stays as context
             encoded.mask[len(prompt.ids) :] = [False] * (len(encoded.ids) - len(prompt.ids))
     return _followed(tokenizer, encoded, text)
 
 
-def _render_prompt(tokenizer, messages) -> str:
-    if not messages:
-        raise RowError("the conversation starts with the assistant: there is no prompt")
-    return _render(tokenizer, messages, generation_prompt=True)
+def _is_in(content: str, text: str) -> bool:
+    """Whether a template has printed a content: trimmed, re-spaced or as JSON, as some do, but all of it."""
+    if content.strip() in text:
+        return True
+    text = _squeezed(text)
+    return any(_squeezed(said) in text for said in (content, json.dumps(content, ensure_ascii=False)[1:-1]))
 
 
 def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
@@ -238,60 +180,93 @@ def _followed(tokenizer, past: _Encoded, text: str) -> _Encoded:
     return past.extended(tokenizer, text[len(past.text) :], trained=False)
 
 
-def _find_answer(tokenizer, messages, prompt: str) -> tuple[str, str]:
-    """What the template prints of the last message after the prompt, up to its turn end; and all that it prints."""
-    probe = _probe(tokenizer)
-    full = _render(tokenizer, messages)
-    if full.startswith(prompt):
-        answer = full[len(prompt) :]
+@dataclass(frozen=True)
+class _Answer:
+    """Where the template prints the last message of a conversation."""
+
+    before: str  # all text before it
+    answer: str  # up to and with the turn end, where one is printed
+    content: str  # the text that has to hold the message's: the answer, after what the generation prompt had of it
+
+
+def _find_answer(tokenizer, messages, tools) -> _Answer:
+    if len(messages) == 1:
+        raise RowError("the conversation starts with the assistant: there is no prompt")
+    printed = probe(tokenizer)
+    prompt = render(tokenizer, messages[:-1], True, tools)
+    full = render(tokenizer, messages, False, tools)
+    head = prompt.removesuffix(printed.opened)
+    if full.startswith(head):
+        start, turn = len(prompt) if full.startswith(prompt) else len(head), len(head)
     else:
-        # The generation prompt holds text that a finished turn does not ("<think>\n"): the answer goes after it.
-        marked = _render(tokenizer, messages[:-1] + [{"role": "assistant", "content": _SENTINEL}])
-        start = marked.rfind(_SENTINEL)
-        if marked[:start] != full[:start]:
-            raise RowError("the chat template moves the answer about, so its start cannot be found")
-        answer = full[start:]
-    if probe.end_text and probe.end_text in answer:
-        answer = answer[: answer.rfind(probe.end_text) + len(probe.end_text)]
-    elif probe.tail and answer.endswith(probe.tail):
-        answer = answer[: -len(probe.tail)]
-    return answer, full
+        start, turn = _start_otherwise(tokenizer, messages, tools, prompt, full)
+    answer, content = full[start:], full[turn:]
+    if printed.end_text and printed.end_text in answer:
+        answer = answer[: answer.rfind(printed.end_text) + len(printed.end_text)]
+    elif printed.tail and answer.endswith(printed.tail):
+        answer = answer[: -len(printed.tail)]
+    return _Answer(full[:start], answer, content)
 
 
-def _answered(tokenizer, prompt: _Encoded, content: str, answer: str, full: str) -> _Encoded:
-    """A prompt and the answer found for it, up to and including its turn end."""
-    probe = _probe(tokenizer)
+def _start_otherwise(tokenizer, messages, tools, prompt: str, full: str) -> tuple[int, int]:
+    """Where the last answer and its turn begin in `full`, which does not go on from the generation prompt."""
+    turns = render(tokenizer, messages[:-1], False, tools)
+    shared = os.path.commonprefix([prompt, full])
+    if shared.startswith(turns):  # they part within what opens the answer ("<think>\n\n</think>" for "<think>\nhm")
+        return len(turns) + len(back_to_a_word(shared[len(turns) :])), len(turns)
+    marked = render(tokenizer, messages[:-1] + [{"role": "assistant", "content": SENTINEL}], False, tools)
+    start = marked.rfind(SENTINEL)
+    if start < 0 or marked[:start] != full[:start]:
+        raise RowError("the chat template moves the answer about, so its start cannot be found")
+    return start, start
+
+
+def _answered(tokenizer, prompt: _Encoded, content: str, found: _Answer) -> _Encoded:
+    """A prompt and the answer found after it, up to and including its turn end."""
+    printed, answer = probe(tokenizer), found.answer
     encoded = prompt.extended(tokenizer, answer, trained=True)
-    if encoded.ids[len(prompt.ids) :][-1:] != [probe.end_id]:
-        encoded.ids.append(probe.end_id)
+    encoded.answer_at = len(prompt.text)
+    if encoded.ids[len(prompt.ids) :][-1:] != [printed.end_id]:
+        encoded.ids.append(printed.end_id)
         encoded.mask.append(True)
         encoded.text_start, encoded.ids_start = len(encoded.text), len(encoded.ids)
-    elif probe.end_text and answer.endswith(probe.end_text):
-        encoded.text_start, encoded.ids_start = len(encoded.text) - len(probe.end_text), len(encoded.ids) - 1
-    early = [i for i in encoded.ids[len(prompt.ids) : -1] if i in (probe.end_id, tokenizer.eos_token_id)]
+    elif printed.end_text and answer.endswith(printed.end_text):
+        encoded.text_start, encoded.ids_start = len(encoded.text) - len(printed.end_text), len(encoded.ids) - 1
+    early = [i for i in encoded.ids[len(prompt.ids) : -1] if i in (printed.end_id, tokenizer.eos_token_id)]
     if early:
         shown = tokenizer.convert_ids_to_tokens(early)[0]
         encoded.trouble = (f"an answer holds the text of the stop token {shown}", repr(content[:80]))
-    elif content.strip() not in full and _squeezed(content) not in _squeezed(full):
+    elif content.strip() not in found.content and _squeezed(content) not in _squeezed(found.content):
         # Templates may trim or re-space an answer, but one that has lost words is not what the data says.
         encoded.trouble = ("the chat template leaves out part of an answer", repr(content[:80]))
+    elif tag := _opened_twice(content, found.content):
+        encoded.trouble = (f"the chat template opens {tag} before an answer that opens it itself", repr(content[:80]))
+    elif printed.end_text and printed.end_text not in answer:
+        encoded.trouble = (f"the chat template prints no {printed.end_text} after an answer", repr(content[:80]))
     return encoded
 
 
-def _encode_answered(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
+def _opened_twice(content: str, printed: str) -> str | None:
+    """The tag that an answer begins with, where the template has put one like it in front."""
+    tag = re.match(r"\s*(<[^<>/\s]+>|\[[^\[\]/\s]+\])", content)
+    before, found, _ = printed.partition(content.strip())
+    return tag[1] if tag and found and tag[1] in before else None
+
+
+def _encode_answered(tokenizer, messages, tools, prompt: _Encoded | None = None) -> _Encoded:
     """A conversation whose last message is the assistant's, up to and including its turn end.
 
     `prompt` saves work: the encoding of all messages but the last, where the caller has it.
     """
-    if len(messages) == 1:
-        raise RowError("the conversation starts with the assistant: there is no prompt")
-    prompt = prompt or _encode_prompt(tokenizer, messages[:-1])
-    answer, full = _find_answer(tokenizer, messages, prompt.text)
-    return _answered(tokenizer, prompt, messages[-1]["content"], answer, full)
+    found = _find_answer(tokenizer, messages, tools)
+    if prompt is None or prompt.text != found.before:
+        prompt = _encode_turns(tokenizer, messages[:-1], tools, found.before)
+    return _answered(tokenizer, prompt, messages[-1]["content"], found)
 
 
-def _encode_trained(tokenizer, messages, prompt: _Encoded | None = None) -> _Encoded:
-    encoded = _encode_answered(tokenizer, messages, prompt)
+def _encode_trained(tokenizer, messages, tools, prompt: _Encoded | None = None) -> _Encoded:
+    encoded = _encode_answered(tokenizer, messages, tools, prompt)
+    _check_printed(messages, encoded.text[: encoded.answer_at])
     if encoded.trouble:
         raise RowError(*encoded.trouble)
     return encoded
@@ -308,61 +283,78 @@ def _checked_prompt(messages) -> list[dict]:
     return list(messages)
 
 
-def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Ids the actor is shown: all turns and the generation prompt. Raises RowError (a UserError)."""
-    return _encode_prompt(tokenizer, _checked_prompt(messages)).ids
+    return _encode_prompt(tokenizer, _checked_prompt(messages), tools).ids
 
 
-def encode_conversation(tokenizer, messages: list[dict]) -> tuple[list[int], list[bool]]:
-    """Ids up to the last answer's turn end, and a mask: True on answers, each with its one turn end.
+def last_answer(messages: list[dict]) -> int:
+    """The number of the last answer that is trained. Raises RowError where there is none."""
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not answers:
+        raise RowError("no assistant turn")
+    trained = [i for i in answers if not is_context_only(messages[i])]
+    if not trained:
+        raise RowError("no assistant turn is trained: all have weight 0")
+    return trained[-1]
 
-    Messages after the last answer are left out, as is what the template prints after its turn end. Earlier answers
-    that the template rewrites (see `rewrites_history`), or that hold the text of the stop token, are context only.
-    Raises RowError.
+
+def encode_conversation(
+    tokenizer, messages: list[dict], tools: list[dict] | None = None
+) -> tuple[list[int], list[bool]]:
+    """Ids up to the turn end of the last trained answer, and a mask: True on answers, each with its one turn end.
+
+    Messages after that answer are left out, as is what the template prints after its turn end. Answers of weight 0 are
+    context only; so are earlier ones that the template rewrites (see `rewrites_history`), that hold the text of the
+    stop token, or before which nothing was asked. Raises RowError.
     """
     _check_messages(messages)
-    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is None:
-        raise RowError("no assistant turn")
-    encoded = _encode_trained(tokenizer, list(messages[: last + 1]))
+    encoded = _encode_trained(tokenizer, list(messages[: last_answer(messages) + 1]), tools)
     return encoded.ids, encoded.mask
 
 
-def encode_scored(tokenizer, messages: list[dict], truncated: bool) -> list[int]:
+def encode_scored(tokenizer, messages: list[dict], truncated: bool, tools: list[dict] | None = None) -> list[int]:
     """Ids of a conversation whose last answer was sampled, for a model that only scores it.
 
     No text that a model may come up with is refused, not even a stop token's. A truncated answer gets no turn end:
     it never said that its turn ends. Raises RowError where the template refuses the prompt.
     """
     _check_messages(messages)
-    ids = _encode_answered(tokenizer, list(messages)).ids
+    ids = _encode_answered(tokenizer, list(messages), tools).ids
     return ids[:-1] if truncated else ids
 
 
 def encode_pair(
-    tokenizer, prompt: list[dict], chosen: list[dict], rejected: list[dict]
+    tokenizer, prompt: list[dict], chosen: list[dict], rejected: list[dict], tools: list[dict] | None = None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Ids of the prompt and of the two answers without it, each ending in its turn end. Raises RowError."""
+    """Ids of the prompt and of the two answers without it, each ending in its turn end. Raises RowError.
+
+    The prompt is what the actor is shown, or less of it where an answer is printed without the end of that.
+    """
     prompt = _checked_prompt(prompt)
-    before = _encode_prompt(tokenizer, prompt)
+    before = _encode_prompt(tokenizer, prompt, tools)
     answers = []
     for answer in (chosen, rejected):
         _check_messages(answer)
         if answer[-1]["role"] != "assistant":
             raise RowError("an answer of a pair ends with another role", answer[-1]["role"])
-        ids = _encode_trained(tokenizer, prompt + list(answer), before if len(answer) == 1 else None).ids
-        if ids[: len(before.ids)] != before.ids:
-            raise RowError("the chat template rewrites the prompt when an answer of several turns follows")
-        answers.append(ids[len(before.ids) :])
-    return before.ids, answers[0], answers[1]
+        answers.append(
+            _encode_trained(tokenizer, prompt + list(answer), tools, before if len(answer) == 1 else None).ids
+        )
+    shared = before.ids
+    if any(ids[: len(shared)] != shared for ids in answers):
+        shared = _encode_turns(tokenizer, prompt, tools, before.text.removesuffix(probe(tokenizer).opened)).ids
+    if any(ids[: len(shared)] != shared for ids in answers):
+        raise RowError("the chat template rewrites the prompt when an answer of several turns follows")
+    return shared, answers[0][len(shared) :], answers[1][len(shared) :]
 
 
-def trained_spans(tokenizer, messages: list[dict]) -> list[tuple[str, bool]]:
+def trained_spans(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[tuple[str, bool]]:
     """A conversation as the pieces of text that are trained (True) and that are context only (False), for people.
 
     Put together they are the text of `encode_conversation`'s ids, special tokens written out. Raises RowError.
     """
-    ids, mask = encode_conversation(tokenizer, messages)
+    ids, mask = encode_conversation(tokenizer, messages, tools)
     pieces, so_far = [], ""
     for end in range(1, len(ids) + 1):
         if end == len(ids) or mask[end] != mask[end - 1]:
@@ -375,65 +367,90 @@ def trained_spans(tokenizer, messages: list[dict]) -> list[tuple[str, bool]]:
 
 def rewrites_history(tokenizer) -> bool:
     """Whether the template prints an answer differently once another turn follows (then only last answers train)."""
-    answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _SENTINEL}]
-    past = _encode_answered(tokenizer, answered)
-    later = _render(tokenizer, answered + [{"role": "user", "content": "Why?"}], generation_prompt=True)
+    answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SENTINEL}]
+    past = _encode_answered(tokenizer, answered, None)
+    later = render(tokenizer, answered + [{"role": "user", "content": "Why?"}], generation_prompt=True)
     return not later.startswith(past.text)
 
 
-def decode_answer(tokenizer, ids: list[int]) -> str:
-    """The text of a sampled response: without its turn end and what the template puts between that and the answer."""
-    probe = _probe(tokenizer)
+def decode_answer(tokenizer, ids: list[int], stop_ids: tuple[int, ...] = ()) -> str:
+    """The text of a sampled response as a message holds it, for people, rewards and judges.
+
+    That is without its turn end and what the template puts between that and the answer, and with what the generation
+    prompt began of it ("<think>\n"). Where another of `stop_ids` has ended it, without that one, which may be a token
+    of ordinary text.
+    """
+    printed = probe(tokenizer)
     ids = list(ids)
-    ended = probe.end_id in ids
-    if ended:
-        ids = ids[: ids.index(probe.end_id)]
+    stop = next((i for i, token in enumerate(ids) if token == printed.end_id or token in stop_ids), None)
+    ended = stop is not None and ids[stop] == printed.end_id
+    ids = ids[:stop]
+    lead = printed.lead
+    led = not _holds_special(tokenizer, lead) or _text(tokenizer, ids, True).startswith(
+        _text(tokenizer, tokens_of(tokenizer, lead), True)
+    )
+    text, lead = _text(tokenizer, ids), _as_decoded(tokenizer, lead)
+    if printed.opened and not (led and lead.strip() and text.startswith(lead)):
+        text = _as_decoded(tokenizer, printed.opened) + text
+    elif led:
+        text = text.removeprefix(lead)
+    return text.removesuffix(_as_decoded(tokenizer, printed.gap)) if ended else text
 
-    def text_of(ids):
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    lead = text_of(_tokens(tokenizer, probe.lead)) if probe.header else probe.lead  # a header may hold special tokens
-    text = text_of(ids).removeprefix(lead)
-    return text.removesuffix(probe.gap) if ended else text
+def _text(tokenizer, ids: list[int], special: bool = False) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+
+def _holds_special(tokenizer, text: str) -> bool:
+    return any(token.special and token.content in text for token in tokenizer.added_tokens_decoder.values())
+
+
+def _as_decoded(tokenizer, text: str) -> str:
+    """What is left of a template's text in a decoded answer."""
+    return _text(tokenizer, tokens_of(tokenizer, text)) if _holds_special(tokenizer, text) else text
 
 
 # ---- cutting
 
 
-def fit_prompt(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
+def fit_prompt(
+    tokenizer, messages: list[dict], max_length: int, tools: list[dict] | None = None
+) -> tuple[list[int], list[dict]] | None:
     """A prompt of at most `max_length` tokens: the oldest whole exchanges go first, never the system turn in
     front nor the last user turn. Returns its ids and the messages that are left, or None when those do not fit."""
-    return _fit(tokenizer, _checked_prompt(messages), max_length)
+    return _fit(tokenizer, _checked_prompt(messages), max_length, tools)
 
 
-def _fit(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[dict]] | None:
-    ids = _encode_prompt(tokenizer, messages).ids
+def _fit(tokenizer, messages: list[dict], max_length: int, tools) -> tuple[list[int], list[dict]] | None:
+    ids = _encode_prompt(tokenizer, messages, tools).ids
     if len(ids) <= max_length:
         return ids, messages
     system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    # An exchange is a user turn and all up to the next one, so what is left still opens with the user.
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
+    # An exchange is a user turn and all up to the next one, so what is left opens with the user.
+    users = [i for i, message in enumerate(messages) if message["role"] == "user" and i > len(system)]
 
     def fits(user: int) -> bool:
-        return len(_encode_prompt(tokenizer, system + messages[user:]).ids) <= max_length
+        return len(_encode_prompt(tokenizer, system + messages[user:], tools).ids) <= max_length
 
     at = bisect.bisect_left(users, True, key=fits)  # the later it begins, the shorter it is
     if at == len(users):
         return None
     messages = system + messages[users[at] :]
-    return _encode_prompt(tokenizer, messages).ids, messages
+    return _encode_prompt(tokenizer, messages, tools).ids, messages
 
 
-def fit_conversation(tokenizer, messages: list[dict], max_length: int) -> tuple[list[int], list[bool], list[dict]]:
+def fit_conversation(
+    tokenizer, messages: list[dict], max_length: int, tools: list[dict] | None = None
+) -> tuple[list[int], list[bool], list[dict]]:
     """As `encode_conversation`; where no answer begins within `max_length` tokens, the oldest exchanges go first.
 
     They go, as by `fit_prompt`, until the last answer does, or until none is left to go. The ids are not cut: what lies
     beyond is for the caller to drop and to count. Returns ids, mask and the messages that are left. Raises RowError.
     """
-    ids, mask = encode_conversation(tokenizer, messages)
+    ids, mask = encode_conversation(tokenizer, messages, tools)
     if True not in mask[:max_length]:
-        last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
-        if fitted := _fit(tokenizer, list(messages[:last]), max_length - 1):
+        last = last_answer(messages)
+        if fitted := _fit(tokenizer, list(messages[:last]), max_length - 1, tools):
             messages = fitted[1] + list(messages[last:])
-            ids, mask = encode_conversation(tokenizer, messages)
+            ids, mask = encode_conversation(tokenizer, messages, tools)
     return ids, mask, messages

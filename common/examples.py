@@ -42,6 +42,8 @@ class Report:
     truncated: int = 0  # rows with an answer cut at the length limit; such an answer has no turn end
     shortened: int = 0  # prompts that lost their oldest turns
     partly_trained: int = 0  # conversations with earlier answers that are context only (see encode_conversation)
+    weighted: int = 0  # conversations with answers that are context only because the data gives them weight 0
+    tools_unseen: int = 0  # rows with tools of which the chat template prints nothing, or not all
     set_aside: dict[str, int] = field(default_factory=dict)  # reason -> rows
     first: dict[str, str] = field(default_factory=dict)  # reason -> the first such row, in words
 
@@ -51,7 +53,7 @@ class Report:
 
     def add(self, later: "Report") -> None:
         """Takes in the report on rows that follow in the same file."""
-        for name in ("read", "kept", "truncated", "shortened", "partly_trained"):
+        for name in ("read", "kept", "truncated", "shortened", "partly_trained", "weighted", "tools_unseen"):
             setattr(self, name, getattr(self, name) + getattr(later, name))
         for reason, rows in later.set_aside.items():
             self.set_aside[reason] = self.set_aside.get(reason, 0) + rows
@@ -64,8 +66,12 @@ class Report:
         if self.shortened:
             parts.append(f"{self.shortened} of them without their oldest turns")
         if self.partly_trained:
-            why = "the template rewrites them, or they hold the stop token"
+            why = "the template rewrites them, they hold the stop token, or nothing was asked before them"
             parts.append(f"{self.partly_trained} of them with earlier answers not trained ({why})")
+        if self.weighted:
+            parts.append(f"{self.weighted} of them with answers of weight 0, which are context only")
+        if self.tools_unseen:
+            parts.append(f"{self.tools_unseen} of them with tools that the chat template does not print")
         parts += [f"{n} set aside: {reason} ({self.first[reason]})" for reason, n in self.set_aside.items()]
         return "; ".join(parts)
 
@@ -88,11 +94,14 @@ def tokenise_sft(
     for number, row in enumerate(rows, first_row):
         report.read += 1
         try:
-            ids, mask, messages = chat_format.fit_conversation(tokenizer, row["messages"], max_length)
+            tools = chat_format.tools_of(row)
+            ids, mask, messages = chat_format.fit_conversation(tokenizer, row["messages"], max_length, tools)
+            unseen = bool(tools) and chat_format.leaves_out(tokenizer, messages, tools)
         except chat_format.RowError as error:
             report.put_aside(number, error.reason, error.detail)
             continue
-        answers = sum(m["role"] == "assistant" for m in messages)
+        said = [m for m in messages if m["role"] == "assistant"]
+        answers = [m for m in said if not chat_format.is_context_only(m)]
         trained = sum(kept and token == end for token, kept in zip(ids, mask, strict=True))
         cut = mask[:max_length]
         if True not in cut:
@@ -102,7 +111,9 @@ def tokenise_sft(
         examples.append(SFTExample(ids[:length], mask[:length]))
         report.truncated += len(ids) > max_length
         report.shortened += len(messages) < len(row["messages"])
-        report.partly_trained += trained < answers
+        report.partly_trained += trained < len(answers)
+        report.weighted += len(answers) < len(said)
+        report.tools_unseen += unseen
     report.kept = len(examples)
     return examples, report
 
@@ -120,15 +131,18 @@ def tokenise_pairs(
     for number, row in enumerate(rows, first_row):
         report.read += 1
         try:
-            fitted = chat_format.fit_prompt(tokenizer, row["prompt"], prompt_limit)
+            tools = chat_format.tools_of(row)
+            fitted = chat_format.fit_prompt(tokenizer, row["prompt"], prompt_limit, tools)
             if fitted is None:
                 report.put_aside(number, f"prompt over {prompt_limit} tokens even without its older turns")
                 continue
             messages = fitted[1]
-            prompt, chosen, rejected = chat_format.encode_pair(tokenizer, messages, row["chosen"], row["rejected"])
+            prompt, *answers = chat_format.encode_pair(tokenizer, messages, row["chosen"], row["rejected"], tools)
+            unseen = bool(tools) and chat_format.leaves_out(tokenizer, messages, tools)
         except chat_format.RowError as error:
             report.put_aside(number, error.reason, error.detail)
             continue
+        chosen, rejected = answers
         room = max_length - len(prompt)
         if chosen == rejected:
             report.put_aside(number, "chosen and rejected are equal")
@@ -140,6 +154,7 @@ def tokenise_pairs(
         examples.append(PairExample(prompt, chosen[:room], rejected[:room], None if margin is None else float(margin)))
         report.truncated += max(len(chosen), len(rejected)) > room
         report.shortened += len(messages) < len(row["prompt"])
+        report.tools_unseen += unseen
     report.kept = len(examples)
     return examples, report
 
@@ -155,7 +170,9 @@ def tokenise_prompts(
     for number, row in enumerate(rows, first_row):
         report.read += 1
         try:
-            fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_prompt_length)
+            tools = chat_format.tools_of(row)
+            fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_prompt_length, tools)
+            unseen = bool(tools and fitted and chat_format.leaves_out(tokenizer, fitted[1], tools))
         except chat_format.RowError as error:
             report.put_aside(number, error.reason, error.detail)
             continue
@@ -166,6 +183,7 @@ def tokenise_prompts(
         if len(messages) < len(row["prompt"]):
             report.shortened += 1
             row = {**row, "prompt": messages}
+        report.tools_unseen += unseen
         examples.append(PromptExample(ids, row))
     report.kept = len(examples)
     return examples, report

@@ -69,20 +69,21 @@ def main() -> None:
 
 def sequences(chat_format, tokenizer, stage: str, row: dict, max_length: int):
     """(name, ids, mask) of what a stage makes of a row. A reward model is trained on an answer as a whole."""
+    tools = chat_format.tools_of(row)
     if stage == "sft":
-        ids, mask, _ = chat_format.fit_conversation(tokenizer, row["messages"], max_length)
+        ids, mask, _ = chat_format.fit_conversation(tokenizer, row["messages"], max_length, tools)
         if True not in mask[:max_length]:
             raise chat_format.RowError(f"no answer begins within --max_length {max_length}")
         yield "conversation", ids, mask
         return
-    fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_length - (stage == "preference"))
+    fitted = chat_format.fit_prompt(tokenizer, row["prompt"], max_length - (stage == "preference"), tools)
     if fitted is None:
         raise chat_format.RowError(f"its prompt is over --max_length {max_length}, even without older turns")
     ids, messages = fitted
     if stage == "prompts":
         yield "prompt", ids, [False] * len(ids)
         return
-    ids, *answers = chat_format.encode_pair(tokenizer, messages, row["chosen"], row["rejected"])
+    ids, *answers = chat_format.encode_pair(tokenizer, messages, row["chosen"], row["rejected"], tools)
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         yield name, ids + answer, [False] * len(ids) + [True] * len(answer)
 

@@ -153,17 +153,18 @@ def _count_tokens(tally: checks.Tally, row: dict, tokenizer) -> None:
         tally.cut += 1
         return
     try:
+        tools = chat_format.tools_of(row)
         if tally.stage == "pretrain":
             found = {"text": len(tokenizer(row["text"], add_special_tokens=False)["input_ids"])}
         elif tally.stage == "sft":
-            ids, mask = chat_format.encode_conversation(tokenizer, row["messages"])
+            ids, mask = chat_format.encode_conversation(tokenizer, row["messages"], tools)
             answer = mask[::-1].index(False) if False in mask else len(mask)
             found = {"prompt": len(ids) - answer, "answer": answer}
         elif tally.stage == "preference":
-            sides = chat_format.encode_pair(tokenizer, row["prompt"], row["chosen"], row["rejected"])
+            sides = chat_format.encode_pair(tokenizer, row["prompt"], row["chosen"], row["rejected"], tools)
             found = dict(zip(("prompt", "chosen", "rejected"), map(len, sides), strict=True))
         else:
-            found = {"prompt": len(chat_format.encode_prompt(tokenizer, row["prompt"]))}
+            found = {"prompt": len(chat_format.encode_prompt(tokenizer, row["prompt"], tools))}
     except chat_format.RowError as error:
         tally.set_aside[error.reason] += 1
         return
@@ -195,7 +196,7 @@ def _turns(stage: str, row: dict) -> Pieces:
             pieces += [(f"\n[{name}] ", False), (str(value), stage == "pretrain")]
             continue
         for message in value:
-            is_answer = message["role"] == "assistant" and message.get("weight") != 0
+            is_answer = message["role"] == "assistant" and not chat_format.is_context_only(message)
             is_trained = name in ("chosen", "rejected") or (stage == "sft" and is_answer)
             pieces += [(f"\n[{name}] {message['role']}: ", False), (message["content"], is_trained)]
         if stage == "prompts" and name == "prompt":
@@ -204,13 +205,15 @@ def _turns(stage: str, row: dict) -> Pieces:
 
 
 def _through_template(stage: str, row: dict, tokenizer) -> Pieces:
+    tools = chat_format.tools_of(row)
     if stage == "sft":
-        return chat_format.trained_spans(tokenizer, row["messages"])
+        return chat_format.trained_spans(tokenizer, row["messages"], tools)
     extra = {name: value for name, value in row.items() if name not in _CONVERSATIONS[stage]}
     after = [(f"\n[{name}] {value}", False) for name, value in extra.items()]
     if stage == "prompts":
-        return [(_decode(tokenizer, chat_format.encode_prompt(tokenizer, row["prompt"])), False), ("", True), *after]
-    sides = chat_format.encode_pair(tokenizer, row["prompt"], row["chosen"], row["rejected"])
+        ids = chat_format.encode_prompt(tokenizer, row["prompt"], tools)
+        return [(_decode(tokenizer, ids), False), ("", True), *after]
+    sides = chat_format.encode_pair(tokenizer, row["prompt"], row["chosen"], row["rejected"], tools)
     prompt, chosen, rejected = (_decode(tokenizer, ids) for ids in sides)
     return [
         *[("[prompt] ", False), (prompt, False)],

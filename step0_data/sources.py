@@ -84,11 +84,6 @@ def plan(sources: Sequence[str], stage: str | None = None) -> list[Plan]:
     return plans
 
 
-def _beside(path: Path, files: list[Path] | None) -> list[Path]:
-    """What lies in a folder beside the data files."""
-    return sorted(set(_files_in(path)) - set(files)) if files and path.is_dir() else []
-
-
 def parts_of(source: str) -> tuple[str, float, dict[str, str] | None]:
     """`PATH:prompt=question,chosen=good@0.3` as (what is in front, the weight, {our column: theirs}).
 
@@ -104,6 +99,11 @@ def parts_of(source: str) -> tuple[str, float, dict[str, str] | None]:
         return name[:cut], weight, mapping([pair_of_names(word) for word in name[cut + 1 :].split(",")])
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
+
+
+def _beside(path: Path, files: list[Path] | None) -> list[Path]:
+    """What lies in a folder beside the data files."""
+    return sorted(set(_files_in(path)) - set(files)) if files and path.is_dir() else []
 
 
 def weight_of(source: str) -> tuple[str, float]:

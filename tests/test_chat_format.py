@@ -168,8 +168,8 @@ def test_a_merge_across_the_boundary_is_undone(name):
     tok = cached(name, "plain")
     prompt, answer = turns("ha"), "ppy"
     # The trap is real: as one text, "happy" is a token that no actor shown "ha" can produce.
-    whole = cf._tokens(tok, "happy")
-    assert whole[: len(cf._tokens(tok, "ha"))] != cf._tokens(tok, "ha")
+    whole = cf.tokens_of(tok, "happy")
+    assert whole[: len(cf.tokens_of(tok, "ha"))] != cf.tokens_of(tok, "ha")
     ids, mask = cf.encode_conversation(tok, prompt + [{"role": "assistant", "content": answer}])
     shown = cf.encode_prompt(tok, prompt)
     assert ids[: len(shown)] == shown and mask == [False] * len(shown) + [True] * (len(ids) - len(shown))
@@ -240,7 +240,7 @@ def test_white_space_that_a_turn_token_swallows():
     tok = swallowing()
     messages = turns("Hi", "Yo", "Hm", "Ah", system="S")
     ids, _ = cf.encode_conversation(tok, messages)
-    assert ids == cf._tokens(tok, tok.apply_chat_template(messages, tokenize=False))
+    assert ids == cf.tokens_of(tok, tok.apply_chat_template(messages, tokenize=False))
     # On its own, the newline between "Yo<|im_end|>" and the next turn would have been a token.
     assert "Yo<|im_end|><|im_start|>user\nHm<|im_end|>" in tok.decode(ids)
 
@@ -286,7 +286,7 @@ def test_where_the_template_rewrites_history_only_the_last_answer_is_trained():
     assert runs(tok, ids, mask) == ["Oh<|im_end|>"]
     shown = cf.encode_prompt(tok, messages[:3])
     assert ids[: len(shown)] == shown
-    assert shown == cf._tokens(tok, tok.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True))
+    assert shown == cf.tokens_of(tok, tok.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True))
 
 
 def test_a_template_that_drops_reasoning_is_refused_for_training_and_fine_as_history():
@@ -410,8 +410,8 @@ def test_the_work_for_a_long_conversation_grows_with_its_length(name, template, 
     tok = fresh(name, template)
     messages = turns(*["some words"] * 120)
     length, count = len(tok.apply_chat_template(messages, tokenize=False)), []
-    tokens = cf._tokens
-    monkeypatch.setattr(cf, "_tokens", lambda tokenizer, text: count.append(len(text)) or tokens(tokenizer, text))
+    tokens = cf.tokens_of
+    monkeypatch.setattr(cf, "tokens_of", lambda tokenizer, text: count.append(len(text)) or tokens(tokenizer, text))
     cf.encode_conversation(tok, messages)
     assert sum(count) < 5 * length
     count.clear()

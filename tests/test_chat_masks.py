@@ -5,7 +5,9 @@ of every style, the trained ones in « ».
 """
 
 import dataclasses
+import datetime
 import functools
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -41,6 +43,7 @@ class Style:
     special: str  # with blanks between them; the first is BOS, the last EOS
     messages: list
     expected: str
+    tools: list | None = None
 
     def names(self):
         special = tuple(self.special.split())
@@ -146,6 +149,63 @@ NO_GENERATION_PROMPT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 )
 
+# The generation prompt opens a tag, which a finished turn holds only where the answer brings it.
+MUSED = said("user: Hi | assistant: <muse>\nhm</muse>Yo | user: Bye | assistant: Ah")
+OPENS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<muse>\n' }}{% endif %}"
+)
+
+# Qwen 3.5: the same, and an answer without a thought gets an empty one.
+OPENS_AND_CLOSES = (
+    "{% for m in messages %}{% set text = m.content %}{% if m.role == 'assistant' and '</muse>' not in text %}"
+    "{% set text = '<muse>\n\n</muse>\n\n' + text %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<muse>\n' }}{% endif %}"
+)
+
+# Nemotron 3: the empty one is written otherwise than the generation prompt opens it.
+OPENS_OTHERWISE = OPENS_AND_CLOSES.replace("<muse>\n\n</muse>\n\n", "<muse></muse>")
+
+# Qwen 3.5 as it comes in small sizes: the generation prompt holds an empty thought, whatever an answer brings.
+THINKS = "an empty thought in the generation prompt"
+THINKS_NOTHING = OPENS_AND_CLOSES.replace("assistant\n<muse>\n", "assistant\n<muse>\n\n</muse>\n\n")
+
+# Cohere 2: an answer ends in two markers, the second of which ends every turn.
+TWO_MARKERS = (
+    "{% for m in messages %}{{ '<T><' + m.role[0] + '>' }}"
+    "{% if m.role == 'assistant' %}{{ '<R>' + m.content + '</R>' }}{% else %}{{ m.content }}{% endif %}{{ '</T>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<T><a><R>' }}{% endif %}"
+)
+
+# gpt-oss: channels, which the generation prompt does not name, and a last answer that ends in another marker.
+CHANNELS = (
+    "{% for m in messages %}{{ '<|start|>' + m.role }}"
+    "{% if m.role == 'assistant' %}{{ '<|channel|>final' }}{% endif %}{{ '<|message|>' + m.content }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<|return|>' }}{% else %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+CHANNEL_TOKENS = "<|endoftext|> <|start|> <|channel|> <|message|> <|end|> <|return|>"
+
+# Many: the day in front, definitions of tools as JSON.
+DATED_WITH_TOOLS = (
+    "{{ '<|im_start|>system\nYear: ' + strftime_now('%Y') }}"
+    "{% for tool in tools or [] %}{{ '\n' + tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SUM = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object", "required": ["b", "a"]}}}
+
+GREETING = [{"role": "assistant", "content": "Who is it?"}, *NO_SYSTEM]
+# Some templates want a question before they print anything.
+WANTS_A_QUESTION = (
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('no question') }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 STYLES = {
     "human-assistant": Style(
         "human-assistant", "<s> </s>", CHAT,
@@ -242,7 +302,72 @@ STYLES = {
     "DeepSeek R1": Style(
         DEEPSEEK_R1, DEEPSEEK_TOKENS, [*THOUGHT[:4], CHAT[4]],
         "<｜begin▁of▁sentence｜>Be kind.<｜User｜>Hi<｜Assistant｜>\n\nYo, all!<｜end▁of▁sentence｜>"
-        "<｜User｜>Bye<｜Assistant｜><think>\n[[So long<｜end▁of▁sentence｜>]]",
+        "<｜User｜>Bye<｜Assistant｜>[[So long<｜end▁of▁sentence｜>]]",
+    ),
+    "an opened tag": Style(
+        OPENS, QWEN_TOKENS, NO_SYSTEM,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo, all!<|im_end|>]]\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[[So long<|im_end|>]]",
+    ),
+    "an opened tag that answers bring": Style(
+        OPENS, QWEN_TOKENS, [*MUSED[:3], said("assistant: <muse>oh</muse>Ah")[0]],
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<muse>\n[[hm</muse>Yo<|im_end|>]]\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[[<muse>oh</muse>Ah<|im_end|>]]",
+    ),
+    "an opened tag, closed where there is no thought": Style(
+        OPENS_AND_CLOSES, QWEN_TOKENS, MUSED,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<muse>\n[[hm</muse>Yo<|im_end|>]]\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<muse>\n[[\n</muse>\n\nAh<|im_end|>]]",
+    ),
+    "an opened tag, closed otherwise": Style(
+        OPENS_OTHERWISE, QWEN_TOKENS, MUSED,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<muse>\n[[hm</muse>Yo<|im_end|>]]\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[[<muse></muse>Ah<|im_end|>]]",
+    ),
+    THINKS: Style(
+        THINKS_NOTHING, QWEN_TOKENS, MUSED,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<muse>\n[[hm</muse>Yo<|im_end|>]]\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<muse>\n\n</muse>\n\n[[Ah<|im_end|>]]",
+    ),
+    "two markers after an answer": Style(
+        TWO_MARKERS, "<b> <T> <R> </R> </T>", NO_SYSTEM,
+        "<T><u>Hi</T><T><a><R>[[Yo, all!</R></T>]]<T><u>Bye</T><T><a><R>[[So long</R></T>]]",
+    ),
+    "two markers, neither of them EOS": Style(
+        TWO_MARKERS, "<b> <T> <R> </R> </T> <e>", NO_SYSTEM,
+        "<T><u>Hi</T><T><a><R>[[Yo, all!</R></T>]]<T><u>Bye</T><T><a><R>[[So long</R></T>]]",
+    ),
+    "the first of two markers is no token": Style(
+        TWO_MARKERS, "<b> <T> </T>", NO_SYSTEM,
+        "<T><u>Hi</T><T><a><R>[[Yo, all!</R></T>]]<T><u>Bye</T><T><a><R>[[So long</R></T>]]",
+    ),
+    "channels": Style(
+        CHANNELS, CHANNEL_TOKENS, NO_SYSTEM,
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Yo, all!<|end|>"
+        "<|start|>user<|message|>Bye<|end|><|start|>assistant[[<|channel|>final<|message|>So long<|return|>]]",
+    ),
+    "tools and the day": Style(
+        DATED_WITH_TOOLS, QWEN_TOKENS, TOOL[1:],
+        f"<|im_start|>system\nYear: {datetime.date.today().year}\n{json.dumps(SUM)}<|im_end|>\n"
+        "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n[[sum 2 3<|im_end|>]]\n"
+        '<|im_start|>tool\n"5"<|im_end|>\n<|im_start|>assistant\n[[It is 5.<|im_end|>]]',
+        tools=[SUM],
+    ),
+    "a greeting": Style(
+        WANTS_A_QUESTION, QWEN_TOKENS, GREETING,
+        "<|im_start|>assistant\nWho is it?<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n[[Yo, all!<|im_end|>]]\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n[[So long<|im_end|>]]",
+    ),
+    "a greeting after a system turn": Style(
+        WANTS_A_QUESTION, QWEN_TOKENS, [CHAT[0], *GREETING[:3]],
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>assistant\nWho is it?<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo, all!<|im_end|>]]",
+    ),
+    "weights": Style(
+        "human-assistant", "<s> </s>",
+        [CHAT[1], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}, CHAT[1], {**CHAT[2], "weight": 0}],
+        "<s>\n\nHuman: Hi\n\nAssistant: Yo, all!</s>\n\nHuman: Bye\n\nAssistant:[[ So long</s>]]",
     ),
     "DeepSeek Coder": Style(
         DEEPSEEK_CODER, "<s> <|EOT|> </s>", CHAT,
@@ -292,7 +417,20 @@ STYLES |= {
 
 # In these the model sees earlier answers as context only: the template prints them otherwise than it did when they
 # were last.
-REWRITES = {"Qwen 3, thoughts", "Qwen 3, no thoughts", "Mistral v0.3", "DeepSeek R1"}
+REWRITES = {"Qwen 3, thoughts", "Qwen 3, no thoughts", "Mistral v0.3", "DeepSeek R1", "channels"}
+
+# Here the generation prompt begins the answer's text. An answer may be printed without that.
+BEGINS = {
+    "DeepSeek R1": "<think>\n",
+    "an opened tag": "<muse>\n",
+    "an opened tag that answers bring": "<muse>\n",
+    "an opened tag, closed where there is no thought": "<muse>\n",
+    "an opened tag, closed otherwise": "<muse>\n",
+}
+
+
+def encoded(tokenizer, style):
+    return cf.encode_conversation(tokenizer, style.messages, style.tools)
 
 
 def spans(expected):
@@ -341,19 +479,19 @@ def test_masks_by_hand_token_by_token(name):
             tokens = [part] if part in special else part.replace(" ", "\u0120").replace("\n", "\u010a")
             ids += [vocabulary[token] for token in tokens]
             mask += [trained] * len(tokens)
-    got_ids, got_mask = cf.encode_conversation(tokenizer, style.messages)
+    got_ids, got_mask = encoded(tokenizer, style)
     assert tokenizer.convert_ids_to_tokens(got_ids) == tokenizer.convert_ids_to_tokens(ids)
     assert got_ids == ids and got_mask == mask
     readable = tokenizer_of("byte-level", name)
-    print(f"\n{name}:\n  {shown(readable, *cf.encode_conversation(readable, style.messages))}")
+    print(f"\n{name}:\n  {shown(readable, *encoded(readable, style))}")
 
 
 @pytest.mark.parametrize("kind", ["characters", "byte-level", "merging", "sentencepiece"])
 @pytest.mark.parametrize("name", STYLES)
 def test_every_kind_of_tokenizer_trains_the_same_text(name, kind):
     style, tokenizer = STYLES[name], tokenizer_of(kind, name)
-    ids, mask = cf.encode_conversation(tokenizer, style.messages)
-    got = cf.trained_spans(tokenizer, style.messages)
+    ids, mask = encoded(tokenizer, style)
+    got = cf.trained_spans(tokenizer, style.messages, style.tools)
     expected = spans(style.expected)
     if kind == "sentencepiece":  # which puts a space after each special token, and prints \u2581 as a space
         got, expected = ([(re.sub("[ \u2581]", "", text), kept) for text, kept in side] for side in (got, expected))
@@ -362,21 +500,24 @@ def test_every_kind_of_tokenizer_trains_the_same_text(name, kind):
     end = cf.turn_end_id(tokenizer)
     last = [i for i in range(len(ids)) if mask[i] and (i + 1 == len(ids) or not mask[i + 1])]
     assert [i for i in range(len(ids)) if mask[i] and ids[i] == end] == last
-    assert len(last) == (1 if name in REWRITES else 2)
+    assert len(last) == style.expected.count("[[")
 
 
 @pytest.mark.parametrize("kind", ["characters", "byte-level", "merging", "sentencepiece"])
 @pytest.mark.parametrize("name", STYLES)
 def test_what_the_actor_is_shown_is_what_stands_before_the_answer(name, kind):
     style, tokenizer = STYLES[name], tokenizer_of(kind, name)
-    ids, mask = cf.encode_conversation(tokenizer, style.messages)
-    answers = [i for i, message in enumerate(style.messages) if message["role"] == "assistant"]
-    for answer in answers[-1:] if name in REWRITES else answers:
-        prompt = cf.encode_prompt(tokenizer, style.messages[:answer])
-        assert ids[: len(prompt)] == prompt and mask[len(prompt)] and not mask[len(prompt) - 1]
+    ids, mask = encoded(tokenizer, style)
+    answers = [i for i, m in enumerate(style.messages) if m["role"] == "assistant" and m.get("weight") != 0]
+    begins = [i for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
+    for answer, begin in zip(answers[-len(begins) :], begins, strict=True):
+        prompt = cf.encode_prompt(tokenizer, style.messages[:answer], style.tools)
+        if prompt != ids[:begin]:
+            shown, stands = (re.sub("[ \u2581]", "", tokenizer.decode(side)) for side in (prompt, ids[:begin]))
+            assert shown == stands + (BEGINS | {THINKS: "\n</muse>\n\n"})[name]
     assert cf.rewrites_history(tokenizer) == (
-        name in REWRITES - {"Mistral v0.3"}
-    )  # that one does so to system turns only
+        name in REWRITES - {"Mistral v0.3", "DeepSeek R1"}
+    )  # these do so to system turns and to thoughts only
 
 
 @pytest.mark.parametrize("name", ["human-assistant", "llama-2", "deepseek", "vicuna", "alpaca"])
@@ -393,10 +534,15 @@ def test_a_sampled_answer_is_read_back_as_the_data_have_it(name):
     style = STYLES[name]
     for kind in ("characters", "byte-level"):
         tokenizer = tokenizer_of(kind, name)
-        ids, mask = cf.encode_conversation(tokenizer, style.messages)
+        ids, mask = encoded(tokenizer, style)
         answer = ids[len(mask) - mask[::-1].index(False) :]
-        content = style.messages[-1]["content"]
-        assert cf.decode_answer(tokenizer, answer) == (content.strip() if style.messages[-1] is SPACED[-1] else content)
+        content = [m["content"] for m in style.messages if m["role"] == "assistant" and m.get("weight") != 0][-1]
+        if style.messages[-1] is SPACED[-1]:
+            content = content.strip()
+        if name in BEGINS and "closed where" not in name:
+            # What is sampled follows the generation prompt, so that what that began is a part of it.
+            content = BEGINS[name] + spans(style.expected)[-1][0].removesuffix(style.special.split()[-1])
+        assert cf.decode_answer(tokenizer, answer) == content
 
 
 @pytest.mark.parametrize("kind", ["characters", "byte-level"])
