@@ -169,8 +169,8 @@ def _of_first_turns(tallies: list[Tally]) -> str | None:
         return None
     alone = "and no row to the other" if len(tallies) == 1 else "whatever --eval_fraction says"
     return (
-        f"{told}; rows with the same first turns go to one stage and to one side, here {side.part}, {alone}: take the turns "
-        "that rows share out of them, or add rows that open otherwise"
+        f"{told}; rows with the same first turns go to one stage and to one side, here {side.part}, {alone}: take the "
+        "turns that rows share out of them, or add rows that open otherwise"
     )
 
 
