@@ -189,7 +189,7 @@ def a_file(seed: int) -> tuple[str, str, list[dict] | None, bytes]:
         before, content = content, damage(rng, content, not is_table)
         whole = rows if content == before else None
     if name.lower().endswith(".gz"):
-        content = gzip.compress(content)
+        content = gzip.compress(content, mtime=0)
         if rng.random() < 0.1:
             content, whole = damage(rng, content, False), None
     return name, form, whole, content
@@ -197,6 +197,7 @@ def a_file(seed: int) -> tuple[str, str, list[dict] | None, bytes]:
 
 # What the file says ---------------------------------------------------------------------------------------------------
 
+NO_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as surrogateescape has them
 BAD = object()  # in the place of a row that cannot be read
 
 
@@ -223,18 +224,27 @@ def readings(name: str, content: bytes) -> list[list]:
         name = name[:-3]
     if name.endswith((".parquet", ".arrow")):
         try:
-            if name.endswith(".parquet"):
-                return [pq.ParquetFile(io.BytesIO(content)).read().to_pylist()]
             opener = pa.ipc.open_stream if name.startswith("stream") else pa.ipc.open_file
-            return [opener(io.BytesIO(content)).read_all().to_pylist()]
-        except Exception:
-            return []
+            is_parquet, file = name.endswith(".parquet"), io.BytesIO(content)
+            table = pq.ParquetFile(file).read() if is_parquet else opener(file).read_all()
+            table.validate(full=True)  # or a damaged arrow file ends the process
+        except Exception as error:
+            if "UTF8" not in str(error):
+                return []
+        return [[row_of(table.slice(i, 1)) for i in range(table.num_rows)]]
     if name.endswith((".csv", ".tsv")):
         return csv_readings(content, "\t" if name.endswith("tsv") else ",")
     found = [values(content)]
     if not name.lower().endswith(".json") or content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
         found += [lines_of(content, b"\n"), lines_of(content.replace(b"\r\n", b"\n").replace(b"\r", b"\n"), b"\n")]
     return [rows for rows in found if rows is not None]
+
+
+def row_of(table):
+    try:
+        return table.to_pylist()[0]
+    except ValueError:
+        return BAD
 
 
 def lines_of(content: bytes, end: bytes) -> list:
@@ -253,7 +263,7 @@ def values(content: bytes) -> list | None:
     """One JSON value after another; a list is its entries, and so is the only list in an object."""
     rows, at, decoder = [], 0, json.JSONDecoder()
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig", "surrogateescape")
         while at < len(text.rstrip()):
             at = re.compile(r"\s*").match(text, at).end()
             value, at = decoder.raw_decode(text, at)
@@ -261,7 +271,7 @@ def values(content: bytes) -> list | None:
     except (ValueError, RecursionError):
         return None
     if len(rows) == 1 and isinstance(rows[0], list):
-        return rows[0]
+        return [BAD if NO_TEXT.search(json.dumps(it, ensure_ascii=False)) else it for it in rows[0]]
     lists = (
         [it for it in rows[0].values() if isinstance(it, list)] if len(rows) == 1 and isinstance(rows[0], dict) else []
     )
@@ -288,7 +298,7 @@ def csv_readings(content: bytes, delimiter: str) -> list[list]:
     rows = []
     for cells in table[1:]:
         cells = cut(cells, len(heading))
-        is_text = not any("\udc80" <= sign <= "\udcff" for cell in cells for sign in cell)
+        is_text = not NO_TEXT.search("".join(cells))
         rows.append(dict(zip(heading, cells, strict=True)) if len(cells) == len(heading) and is_text else BAD)
     return [rows]
 
