@@ -197,7 +197,8 @@ def _one_value(path: Path, file: BinaryIO) -> Iterator[Row]:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path} line {line}: {_undecodable(content)}") from error
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and "\n" not in error.doc[: error.pos].strip():
+        before = error.doc[: error.pos].strip()
+        if error.msg == "Extra data" and before.startswith("{") and "\n" not in before:
             yield from _lines(path, io.BytesIO(content))
             return
         why = _ENDS if error.pos >= len(error.doc.rstrip()) else error.msg

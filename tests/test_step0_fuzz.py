@@ -282,12 +282,18 @@ def values(content: bytes) -> list | None:
 
 
 def csv_readings(content: bytes, delimiter: str) -> list[list]:
-    try:
-        text = content.decode("utf-8-sig", "surrogateescape")
-        table = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
-    except csv.Error:
-        return []
-    table = [cells for cells in table if "".join(cells).strip()]
+    lines = list(io.StringIO(content.decode("utf-8-sig", "surrogateescape"), newline=""))
+    table, at = [], 0
+    while at < len(lines):
+        reader = csv.reader(lines[at:], delimiter=delimiter, strict=True)
+        try:
+            table.append(next(reader))
+        except csv.Error:
+            if not table or reader.line_num > 1:  # it is not known where the next row begins
+                return []
+            table.append(BAD)
+        at += reader.line_num
+    table = [cells for cells in table if cells is BAD or "".join(cells).strip()]
 
     def cut(cells, most):
         while len(cells) > most and not cells[-1].strip():
@@ -297,9 +303,9 @@ def csv_readings(content: bytes, delimiter: str) -> list[list]:
     heading = cut(table[0], 1) if table else []
     rows = []
     for cells in table[1:]:
-        cells = cut(cells, len(heading))
-        is_text = not NO_TEXT.search("".join(cells))
-        rows.append(dict(zip(heading, cells, strict=True)) if len(cells) == len(heading) and is_text else BAD)
+        cells = cells if cells is BAD else cut(cells, len(heading))
+        fits = cells is not BAD and len(cells) == len(heading) and not NO_TEXT.search("".join(cells))
+        rows.append(dict(zip(heading, cells, strict=True)) if fits else BAD)
     return [rows]
 
 
