@@ -181,7 +181,7 @@ def _tools(row: Cells) -> str | None:
         try:
             found = JSON.decode(written)
         except (ValueError, RecursionError):
-            if written[0] not in "[{" or isinstance(value, list):
+            if not written.startswith(("[", "{")) or isinstance(value, list):
                 continue
             raise BadRow(f"{column} is text that is no JSON", "wanted a list of definitions") from None
         items = found if isinstance(found, list) else [found]

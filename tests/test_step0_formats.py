@@ -1,6 +1,10 @@
 """Record forms: each known layout gives the right conversation, and each kind of bad row says what is wrong."""
 
+import collections
+import itertools
 import json
+import random
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -1043,3 +1047,42 @@ def test_any_row_is_converted_or_a_bad_row(data):
         assert part is None or all(isinstance(m["content"], str) and list(m)[:2] == ["role", "content"] for m in part)
     for answer in (record.answer, record.rejected):
         assert answer is None or (answer[-1]["role"] == "assistant" and answer[-1]["content"].strip())
+
+
+def test_no_word_of_a_row_is_lost_in_silence():
+    """Whatever the columns: each word is in the record, or its column is a further one or named as unread."""
+    rng, number, used = random.Random(5), itertools.count(), collections.Counter()
+    roles = ["user"], ["user", "assistant"], ["assistant"], ["assistant", "user", "assistant"]
+
+    def cell(name):
+        if name in (*columns.LABEL, "margin", "score_chosen", "score_rejected", *columns.SCORES, columns.LOSS_MASK):
+            return [2, 1] if name in columns.SCORES else [0, 1] if name == columns.LOSS_MASK else 1
+        words = [f"word{next(number)}x of it" for _ in range(3)]
+        if name in columns.LISTS:
+            return words[:2]
+        if name in columns.TOOLS:
+            return [{"name": words[0]}]
+        if name == "history":
+            return [words[:2]]
+        turns = [{"role": role, "content": word} for role, word in zip(rng.choice(roles), words, strict=False)]
+        kinds = [
+            turns,
+            json.dumps(turns),
+            *([] if name in ("messages", "conversations") else words[:1] * 5 + ["", None]),
+        ]
+        return rng.choice(kinds)
+
+    for _ in range(12_000):
+        base = rng.choice(LAYOUTS).split()
+        row = {name: cell(name) for name in [*base, *rng.sample(columns.WORDS, rng.randint(0, 3))]}
+        try:
+            form, record = formats.convert(row)
+        except formats.BadRow:
+            continue
+        if record.set_aside:
+            continue
+        used[form.name] += 1
+        said = json.dumps([record.prompt, record.answer, record.rejected, record.tools, record.text])
+        for name in (name for name in row if not {name, name.lower()} & {*record.extra, *record.unread}):
+            assert all(word in said for word in re.findall(r"word\d+x", json.dumps(row[name]))), (name, row, record)
+    assert len(used) >= 9 and min(used.values()) >= 20, used

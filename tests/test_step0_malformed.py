@@ -167,7 +167,7 @@ ROWS = {  # file: content, place, reason, fix
         "text is a number", "give it some text"),
     "label.jsonl": (lines(b'{"prompt": "q", "completion": "a", "label": "maybe"}\n'), "line 2",
         "label is 'maybe'", "wanted true or false: is the answer good? where it is a class, say --format completion"),
-    "blank.jsonl": (lines(b'{"prompt": "", "completion": ""}\n'), "line 2",
+    "blank.jsonl": (lines(b'{"prompt": "", "completion": null}\n'), "line 2",
         "the row is blank: all its cells are empty", "remove it"),
     "half_pair.jsonl": (lines(row(rejected=None)), "line 2",
         "rejected is null, and the other answer of the pair is not", "give it an answer"),
