@@ -69,7 +69,8 @@ class Tally:
     repeats: dict[str, Counter] = field(default_factory=dict)  # text: (fingerprint, its beginning)
     openings: dict[str, Counter] = field(default_factory=dict)
     references: Counter = field(default_factory=Counter)  # the `answer` column of prompts
-    first_turns: Counter = field(default_factory=Counter)  # what the split goes by: (fingerprint, the user's words)
+    first_turns: Counter = field(default_factory=Counter)  # what the split goes by, as fingerprints
+    first_words: dict[bytes, str] = field(default_factory=dict)  # the user's, of each of these
     found: Counter = field(default_factory=Counter)  # what else was met, by name
     tokenised: int = 0  # rows tried with a tokenizer
     tokens: dict[str, list[int]] = field(default_factory=dict)  # of each prompt, answer, ...
@@ -99,7 +100,8 @@ class Tally:
             return
         first = next(m["content"] for m in prompt if m["role"] == "user")
         key = hashlib.sha256(opening_of(prompt).encode()).digest()[:8]
-        self.first_turns[key, " ".join(first[:60].split())] += 1
+        self.first_turns[key] += 1
+        self.first_words.setdefault(key, " ".join(first[:60].split()))
         better = texts.get("chosen", texts.get("answer"))
         if better is not None and len(better.strip()) >= LEAK_CHARS and _squeeze(better) in asked:
             self.found["leak"] += 1
@@ -156,18 +158,19 @@ def _of_first_turns(tallies: list[Tally]) -> str | None:
     if rows < AT_LEAST:
         return None
     most, times = turns.most_common(1)[0]
+    side = max(tallies, key=lambda tally: tally.first_turns[most])
+    words = _quote(side.first_words[most])
     if times >= ALIKE_SHARE * rows:
         who = f"all {rows:,} rows" if different == 1 else f"{times:,} of {rows:,} rows ({times / rows:.1%})"
-        told = f"{who} open alike, with {_quote(most[1])}"
+        told = f"{who} open alike, with {words}"
     elif different < FEW_OPENINGS and rows >= 5 * different:
-        told = f"{rows:,} rows have only {different} different openings, most often {_quote(most[1])}"
+        told = f"{rows:,} rows have only {different} different openings, most often {words}"
     else:
         return None
-    side = max(tallies, key=lambda tally: tally.first_turns[most]).part
     alone = "and no row to the other" if len(tallies) == 1 else "whatever --eval_fraction says"
     return (
-        f"{told}; rows with the same first turns go to one stage and to one side, here {side}, {alone}: take the turns "
-        "that rows share out of them, or add rows that open otherwise"
+        f"{told}; rows with the same first turns go to one stage and to one side, here {side.part}, {alone}: take the "
+        "turns that rows share out of them, or add rows that open otherwise"
     )
 
 

@@ -5,6 +5,7 @@ import decimal
 import gzip
 import io
 import json
+import struct
 import sys
 import uuid
 import zipfile
@@ -49,6 +50,14 @@ def table(columns) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file)
     return file.getvalue()
+
+
+def damaged_arrow() -> bytes:
+    """Whose second text begins far beyond the end of the file."""
+    file, table = io.BytesIO(), pa.table({"prompt": ["a", "bc", "d"]})
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue().replace(struct.pack("<4i", 0, 1, 3, 4), struct.pack("<4i", 0, 2**30, 3, 4))
 
 
 def archive(*names: str) -> bytes:
@@ -218,6 +227,9 @@ FILES = {  # file: content, what is said of it
         "file is corrupted or this is not a parquet file.); get it again"),
     "no.arrow": (b"nothing",
         "PATH: not a readable arrow file (File is too small: 7); get it again"),
+    "offsets.arrow": (damaged_arrow(),
+        "PATH: not a readable arrow file (Offset invariant failure: offset for slot 1 out of bounds: 1073741824 > 4); "
+        "get it again"),
     "utf16.jsonl": (GOOD.decode().encode("utf-16"),
         "PATH: is UTF-16, wanted UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"),
     "utf16.csv": (CSV.decode().encode("utf-16"),

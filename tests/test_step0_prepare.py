@@ -389,6 +389,17 @@ def test_a_preference_file_feeds_three_stages(tmp_path, monkeypatch, capsys):
     assert entry["files"] == [{"file": source.as_posix(), "sha256": checkpoint.hash_file(source), "rows": 300}]
 
 
+@pytest.mark.parametrize("out", ["out:1", "lr=1/x", "o#a?b%20 c@2"])
+def test_output_folders_of_odd_names(tmp_path, monkeypatch, out):
+    """pyarrow takes a relative out:1 for an address, and might take lr=1 for a column."""
+    monkeypatch.chdir(tmp_path)
+    write_pairs(Path("pairs.jsonl"), 20)
+    words = ("--dataset", "pairs.jsonl", "--output_dir", out, "--stages", "preference", "--eval_fraction", 0)
+    assert run(monkeypatch, *words) == 0
+    (row, *_) = data.read_rows(data.locate(out, "preference").train)
+    assert [*row] == ["prompt", "chosen", "rejected"]
+
+
 def test_extra_columns_reach_the_prompts_and_mixed_ones_become_json(tmp_path, monkeypatch, capsys):
     source, out = tmp_path / "q.json", tmp_path / "data"
     rows = [

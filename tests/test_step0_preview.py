@@ -121,7 +121,11 @@ def sized(*groups):
     rows = []
     for n, chosen, rejected in groups:
         rows += [
-            pair("q", f"{len(rows) + i:03}".ljust(chosen, "x"), f"{len(rows) + i:03}!".ljust(rejected, "y"))
+            pair(
+                f"{len(rows) + i}?",
+                f"{len(rows) + i:03}".ljust(chosen, "x"),
+                f"{len(rows) + i:03}!".ljust(rejected, "y"),
+            )
             for i in range(n)
         ]
     return rows
@@ -148,6 +152,34 @@ def test_chosen_is_much_longer():
     assert warned("preference", sized((1, 100_000, 10), (50, 11, 10), (49, 10, 11))) == []  # one huge row
     (line,) = warned("preference", sized((65, 10, 20), (35, 11, 10)))
     assert "chosen is the shorter answer in 65%" in line
+
+
+def test_rows_that_open_alike_cannot_be_dealt_out():
+    """They go to one side together: advice about --eval_fraction would be of no use."""
+
+    def greeted(n, greeting):
+        first = [{"role": "system", "content": "You repair clocks."}, user(greeting), bot("What is broken?")]
+        rows = [pair("", f"{i} times it is", f"{i} is no digit") for i in range(n)]
+        return [row | {"prompt": [*first, user(f"clock {i}")]} for i, row in enumerate(rows)]
+
+    def told(train, held_out=()):
+        sides = [tally_of("preference", rows, part) for part, rows in (("train", train), ("eval", held_out)) if rows]
+        return [line for line in checks.warnings(sides) if "few rows" not in line]
+
+    (line,) = told(greeted(400, "Good  Morning"))
+    assert line == (
+        'preference: all 400 rows open alike, with "Good Morning"; rows with the same first turns go to one stage and '
+        "to one side, here train, and no row to the other: take the turns that rows share out of them, or add rows "
+        "that open otherwise"
+    )
+    assert "all 400 rows open alike" in told(greeted(200, "Hi ") + greeted(200, "hi"))[0]  # as the split has it
+    (line,) = told([], greeted(400, "Hi"))
+    assert "all 400 rows open alike" in line and "here eval, and no row to the other" in line
+    (line,) = told(greeted(300, "Hi") + pairs(200), pairs(60))
+    assert "300 of 560 rows (53.6%) open alike" in line and "here train, whatever --eval_fraction says" in line
+    (line,) = told(greeted(140, "Hi") + greeted(140, "Hello") + greeted(140, "Good day"))
+    assert "420 rows have only 3 different openings" in line
+    assert told(greeted(200, "Hi") + pairs(300), pairs(60)) == [] == told(pairs(400), pairs(60))
 
 
 def test_pairs_that_differ_in_white_space_or_case_only():
