@@ -119,6 +119,7 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
     import torch
 
     from common import chat_format, models
+    from common import tokenizer as tokenizer_
     from common.functions import load_function
     from scripts.answers import Answerer, FunctionJudge, RewardModel, messages_of
 
@@ -128,6 +129,7 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
     load = {name: getattr(args, name) for name in ("chat_template", "attn_implementation", "trust_remote_code")}
     load |= {"dtype": dtype, "device": device}
 
+    judging = [path for path in (args.reward, args.judge) if path and Path(path).is_dir()]
     # Rows that every model can be shown: the comparison needs the same prompts.
     tokenizers = [models.load_tokenizer(path, args.trust_remote_code) for path in args.model]
     for tokenizer in tokenizers:
@@ -137,6 +139,11 @@ def answer_and_score(args, rows: list[dict]) -> tuple[list[dict], list[list[dict
         raise UserError(f"none of {len(rows)} held-out prompts fits --max_prompt_length {args.max_prompt_length}")
     aside = f", {len(rows) - len(fitting)} set aside as too long or malformed" if len(fitting) < len(rows) else ""
     print(f"{len(fitting)} held-out prompts{aside}")
+    texts = [(i, text) for i, row in enumerate(fitting[:256]) for text in tokenizer_.texts_of(row)]
+    others = [models.load_tokenizer(path, args.trust_remote_code) for path in judging]
+    for path, tokenizer in zip([*args.model, *judging], [*tokenizers, *others], strict=True):
+        if said := tokenizer_.check_round_trip(tokenizer, texts, path):
+            print(said)
 
     on_topic = None
     if Path(args.judge).is_dir():

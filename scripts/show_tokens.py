@@ -53,7 +53,10 @@ def main() -> None:
     from common import chat_format, data, tokenizer
 
     text = tokenizer.prepare(args.model, args.max_length, "--max_length", args.chat_template, args.trust_remote_code)
-    batches = pq.ParquetFile(data.locate(args.data, args.stage).train).iter_batches(batch_size=args.rows)
+    file = data.locate(args.data, args.stage).train
+    for line in text.check(file):
+        print(line)
+    batches = pq.ParquetFile(file).iter_batches(batch_size=args.rows)
     rows = itertools.islice((row for batch in batches for row in batch.to_pylist()), args.rows)
     end = chat_format.turn_end_id(text.tokenizer)
     print(f"{text.note}; answers end in {text.tokenizer.decode([end])!r}, id {end}")
