@@ -187,16 +187,17 @@ class TrainedModel:
             state = self.module.state_dict() if distributed.is_main() else None
         return state and {name.removeprefix("hf."): value.detach().cpu() for name, value in state.items()}
 
-    def writer(self, tokenizer, say: Callable[[str], None]) -> Callable[[Path], None]:
-        """What writes the model as a HF folder, and opens it to see that it is the one that was trained; for the main
-        process to call. A collective."""
+    def writer(self, text, say: Callable[[str], None]) -> Callable[[Path], None]:
+        """What writes the model as a HF folder with its tokenizer (`tokenizer.Prepared`), and opens both to see that
+        they are those that were trained; for the main process to call. A collective."""
         with self.evaluating():
             trained = models.on_a_few_tokens(self, self.module.hf, self.device)
         state = self.state()
 
         def write(folder: Path) -> None:
-            models.save_pretrained(self.module.hf, folder, state, tokenizer)
+            models.save_pretrained(self.module.hf, folder, state, text.tokenizer)
             state.clear()  # what is opened takes its place in memory
+            text.check_saved(folder)
             if unseen := models.check_saved(folder, self.module.hf, trained):
                 say(unseen)
 

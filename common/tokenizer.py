@@ -1,15 +1,22 @@
-"""A model's tokenizer made ready for a stage: template, stop tokens and pad token, checked against the model's limits.
+"""A model's tokenizer made ready for a stage: template, stop tokens and pad token, checked against the model's limits
+and against the stage's own rows.
 
 The three training stages start with this, so that a prompt is the same tokens in all of them.
 """
 
+import collections
 import contextlib
 import dataclasses
+import itertools
+import tempfile
+import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
 
-from common import adapters, chat_format, models
+from common import adapters, chat_format, distributed, models
+from common.errors import RunFailed, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +31,7 @@ class Prepared:
     config: object
     stop_ids: tuple[int, ...]
     note: str
+    texts: list[tuple[int, str]] = dataclasses.field(default_factory=list, compare=False)  # of rows, see `check`
 
     @property
     def pad_id(self) -> int:
@@ -47,6 +55,53 @@ class Prepared:
             if new:
                 done.append(f"tokens whose rows are trained: {self._named(new)}")
         return done
+
+    def check(self, file: Path) -> list[str]:
+        """Looks at rows of a prepared file: that the tokenizer gives their text back, and that once saved beside this
+        model it is opened again as the same. Lines for people. A collective.
+
+        Raises:
+            UserError: text is lost, or another tokenizer is opened.
+        """
+
+        def look() -> list[str]:
+            self.texts.extend(sample(file))
+            said = check_round_trip(self.tokenizer, self.texts, f"{file}")
+            with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
+                self.config.save_pretrained(folder)
+                self.tokenizer.save_pretrained(folder)
+                if differs := self._differs(folder):
+                    raise UserError(
+                        f"the {type(self.tokenizer).__name__} of this model, once saved, is opened as another tokenizer"
+                        f": {differs}; give the model another tokenizer, or transformers another version"
+                    )
+            return [said] if said else []
+
+        return distributed.from_main(look)
+
+    def check_other(self, other, whose: str) -> list[str]:
+        """`check` for another model's tokenizer that reads the same rows' text. A collective."""
+        said = distributed.from_main(lambda: check_round_trip(other, self.texts, whose))
+        return [said] if said else []
+
+    def check_saved(self, folder: Path) -> None:
+        """Raises RunFailed where a saved folder's tokenizer gives the rows that `check` saw other tokens."""
+        if differs := self._differs(folder):
+            raise RunFailed(f"{folder}: the tokenizer that was saved is opened as another one: {differs}")
+
+    def _differs(self, folder: str | Path) -> str | None:
+        is_remote = type(self.tokenizer).__module__.startswith("transformers_modules")
+        again = models.load_tokenizer(folder, is_remote)
+        for name in ("eos_token_id", "pad_token_id", "chat_template"):
+            ours, theirs = getattr(self.tokenizer, name), getattr(again, name)
+            if ours != theirs:
+                return f"{name} is {theirs!r:.60}, was {ours!r:.60}"
+        for row, text in self.texts:
+            ours, theirs = (tok(text, add_special_tokens=False)["input_ids"] for tok in (self.tokenizer, again))
+            if ours != theirs:
+                at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+                return f"row {row} is ids {theirs[at : at + 4]}, was {ours[at : at + 4]}, from its token {at} on"
+        return None
 
     def _written(self, known: int) -> list[int]:
         """Tokens that a conversation has and ordinary words do not: the template's, those that end an answer, and those
@@ -84,6 +139,126 @@ def prepare(
     stop_ids = chat_format.stop_ids(tokenizer, models.stop_ids_of(path, config))
     _, _, pad_note = choose_pad(tokenizer, config.get_text_config().vocab_size, stop_ids)
     return Prepared(tokenizer, config, stop_ids, f"template: {template}; {pad_note}")
+
+
+# ---- does a tokenizer give text back?
+
+_ROWS = 256  # that are looked at, from a file of any size
+_GROUPS, _GROUP_ROWS = 8, 20_000  # parts of a large file that they are taken from, and rows read there
+_LENGTH = 2000  # characters of one text
+# Shares of what may be lost. Legitimate tokenizers change letter case, accents, spacing and rare characters.
+_LOST_CHARACTERS, _LOST_SPACES = 0.1, 0.2
+
+
+def sample(file: Path) -> list[tuple[int, str]]:
+    """(row, text) of the texts of about 256 rows, from all over a prepared file."""
+    import pyarrow.parquet as pq
+
+    parquet = pq.ParquetFile(file)
+    columns = [name for name in ("messages", "prompt", "chosen", "rejected") if name in parquet.schema_arrow.names]
+    sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups)]
+    groups = range(0, len(sizes), -(-len(sizes) // _GROUPS) or 1)
+    every = max(1, sum(min(sizes[group], _GROUP_ROWS) for group in groups) // _ROWS)
+    found = []
+    for group in groups:
+        batches = parquet.iter_batches(1000, row_groups=[group], columns=columns)
+        read = (row for batch in itertools.islice(batches, _GROUP_ROWS // 1000) for row in batch.to_pylist())
+        for number, row in itertools.islice(enumerate(read, sum(sizes[:group])), 0, None, every):
+            found += [(number, text) for text in texts_of(row)]
+    return found
+
+
+def texts_of(row: dict) -> list[str]:
+    """What a row's messages say."""
+    lists = [value for name in ("messages", "prompt", "chosen", "rejected") if (value := row.get(name))]
+    contents = [message.get("content") for messages in lists for message in messages]
+    return [content[:_LENGTH] for content in contents if isinstance(content, str)]
+
+
+def check_round_trip(tokenizer, texts: Iterable[tuple[int, str]], whose: str) -> str | None:
+    """Encodes and decodes texts and compares. A line on what comes back changed, for people; None if nothing does.
+
+    A tokenizer may lower-case, drop accents or signs it does not know, and squeeze spaces: that is said. One that loses
+    words' spaces or many characters is of another kind than its files, or of another language than the data, and what
+    is trained on its tokens is not the text.
+
+    Args:
+        texts: (row, text).
+        whose: the file that the rows are of, or the flag of the tokenizer, for people.
+
+    Raises:
+        UserError: names the first such row, and what becomes of it.
+    """
+    letters = lost = spaced = 0
+    changed, joined, bad, rows = {}, {}, {}, set()
+    for row, text in texts:
+        rows.add(row)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        words, words_back = len(text.split()), len(back.split())
+        known = back.replace(tokenizer.unk_token, " ") if tokenizer.unk_token else back
+        wanted, seen = _letters(text), _letters(known)
+        away = min(wanted.total(), max((wanted - seen).total(), (seen - wanted).total()))
+        letters, lost, spaced = letters + wanted.total(), lost + away, spaced + (words > 2)
+        if back.lstrip(" ") != text.lstrip(" "):
+            changed.setdefault(row, (text, back))
+        if words > 2 and words_back < words / 2:
+            joined[row] = joined.get(row, 0) + 1
+            bad.setdefault("spaces", (row, text, back))
+        if away > _LOST_CHARACTERS * wanted.total():
+            bad.setdefault("characters", (row, text, back))
+    what = None
+    if lost > _LOST_CHARACTERS * letters:
+        what = "characters"
+        said = f"{lost / letters:.0%} of the characters are lost or others"
+    elif sum(joined.values()) > _LOST_SPACES * spaced:
+        what = "spaces"
+        said = f"words lose the spaces between them in {len(joined)} of {len(rows)} rows looked at"
+    if what:
+        row, text, back = bad[what]
+        name = type(tokenizer).__name__
+        why = "take a model whose tokenizer knows this language and script"
+        if _reads_alone(tokenizer, text):
+            why = (
+                f"transformers opens it as {name} for this type of model, and its tokenizer.json, which gives the text "
+                "back, is of another kind: take a tokenizer that was made for this type of model"
+            )
+        raise UserError(
+            f"{whose}: the tokenizer ({name}) does not give the text back: {said}; row {row}, {text[:60]!r}, becomes "
+            f"{back[:60]!r}; {why}"
+        )
+    if not changed:
+        return None
+    row, (text, back) = next(iter(changed.items()))
+    at = next((i for i, pair in enumerate(zip(text, back, strict=False)) if pair[0] != pair[1]), len(back))
+    was, becomes = (x[max(0, at - 10) : at + 20] for x in (text, back))
+    return (
+        f"tokenizer: {len(changed)} of {len(rows)} rows looked at come back changed ({whose}), first row {row}: "
+        f"{was!r} as {becomes!r}; {lost / max(1, letters):.1%} of the characters are lost or others"
+    )
+
+
+def _letters(text: str) -> collections.Counter:
+    """The characters of a text, whatever their case, accents and form; no spaces, no control characters."""
+    plain = unicodedata.normalize("NFKD", text.casefold())
+    return collections.Counter(
+        c for c in plain if not c.isspace() and unicodedata.category(c) not in ("Mn", "Cc", "Cf")
+    )
+
+
+def _reads_alone(tokenizer, text: str) -> bool:
+    """Whether the tokenizer's `tokenizer.json` gives a text back that its class does not."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = Path(tokenizer.name_or_path or "") / "tokenizer.json"
+    if not file.is_file():
+        return False
+    try:
+        alone = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        back = alone.decode(alone(text, add_special_tokens=False)["input_ids"], clean_up_tokenization_spaces=False)
+    except Exception:  # a damaged file: not what is wrong here
+        return False
+    return back.strip() == text.strip()
 
 
 # ---- the pad token

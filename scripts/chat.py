@@ -200,13 +200,16 @@ def save(file: str, speakers: list[Speaker], opening: list[dict]) -> None:
 def ask(speaker: Speaker, opening: list[dict], question: str, params, number: int, reward) -> None:
     """Prints the answer as it is sampled, and remembers question and answer."""
     from common import chat_format
+    from common.tokenizer import check_round_trip
 
     asked = opening + speaker.turns + [{"role": "user", "content": question}]
     tokenizer, config = speaker.model.tokenizer, speaker.model.hf.config.get_text_config()
     room = getattr(config, "max_position_embeddings", 1 << 30) - params.max_new_tokens
     try:
+        if said := check_round_trip(tokenizer, [(0, question)], "the question"):
+            note(said)
         fitted = chat_format.fit_prompt(tokenizer, asked, room)
-    except chat_format.RowError as error:
+    except UserError as error:  # a RowError among them
         note(f"not asked: {error}")
         return
     if fitted is None:

@@ -151,6 +151,7 @@ def answer_and_score(args, rows: list[dict], unjudged: Unjudged) -> tuple[list[d
     import torch
 
     from common import chat_format, functions, models
+    from common import tokenizer as tokenizer_
     from scripts.answers import Answerer, FunctionJudge, RewardModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -159,6 +160,7 @@ def answer_and_score(args, rows: list[dict], unjudged: Unjudged) -> tuple[list[d
     load = {name: getattr(args, name) for name in ("chat_template", "attn_implementation", "trust_remote_code")}
     load |= {"dtype": dtype, "device": device}
 
+    judging = [path for path in (args.reward, args.judge) if path and Path(path).is_dir()]
     # Rows that every model can be shown: the comparison needs the same prompts.
     tokenizers = [models.load_tokenizer(path, args.trust_remote_code) for path in args.model]
     for tokenizer in tokenizers:
@@ -175,6 +177,11 @@ def answer_and_score(args, rows: list[dict], unjudged: Unjudged) -> tuple[list[d
         models.check_length(config, whole, "--max_prompt_length and --max_completion_length", whose=path)
     if args.ref:
         check_reference(args, tokenizers)
+    texts = [(i, text) for i, row in enumerate(fitting[:256]) for text in tokenizer_.texts_of(row)]
+    others = [models.load_tokenizer(path, args.trust_remote_code) for path in judging]
+    for path, tokenizer in zip([*args.model, *judging], [*tokenizers, *others], strict=True):
+        if said := tokenizer_.check_round_trip(tokenizer, texts, path):
+            print(said)
 
     on_topic = None
     if Path(args.judge).is_dir():

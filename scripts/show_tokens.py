@@ -51,7 +51,10 @@ def main() -> None:
     from common import chat_format, data, tokenizer
 
     text = tokenizer.prepare(args.model, args.max_length, "--max_length", args.chat_template, args.trust_remote_code)
-    batches = data.open_parquet(data.locate(args.data, args.stage).train).iter_batches(batch_size=args.rows)
+    file = data.locate(args.data, args.stage).train
+    for line in text.check(file):
+        print(line)
+    batches = data.open_parquet(file).iter_batches(batch_size=args.rows)
     rows = itertools.islice((row for batch in batches for row in data.rows_of(batch)), args.rows)
     end = chat_format.turn_end_id(text.tokenizer)
     print(f"{text.note}; answers end in {text.tokenizer.decode([end])!r}, id {end}")

@@ -57,6 +57,7 @@ def main() -> None:
     text = tokenizer.prepare(
         args.model_name_or_path, args.max_length, "--max_length", args.chat_template, args.trust_remote_code
     )
+    remarks = text.check(files.train)
     cache = cli.pick(tokens.Cache, args)
     train, report = tokens.load("sft", text.tokenizer, files, files.train, args.max_length, cache)
     held_out = []
@@ -64,7 +65,7 @@ def main() -> None:
         held_out, _ = tokens.load("sft", text.tokenizer, files, files.eval, args.max_length, cache)
 
     total_steps = batches.steps(len(train))
-    notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
+    notes = [*files.notes, str(report), text.note, *remarks, f"precision {why_dtype}"]
     parents = {"model": args.model_name_or_path}
     identity = resume.identity("sft", vars(args), files.hash, parents)
     run = runs.Run(
@@ -103,7 +104,7 @@ def main() -> None:
     record, _ = supervised.train(model, train, held_out, task, batches, run)
 
     # 5. A whole HF folder, and last of all stage.json.
-    write = model.writer(text.tokenizer, log.say)
+    write = model.writer(text, log.say)
     if distributed.is_main():
         checkpoint.publish(
             run.path,

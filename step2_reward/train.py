@@ -63,6 +63,7 @@ def main() -> None:
     text = tokenizer.prepare(
         args.model_name_or_path, args.max_length, "--max_length", args.chat_template, args.trust_remote_code
     )
+    remarks = text.check(files.train)
     cache = cli.pick(tokens.Cache, args)
     train, report = tokens.load("preference", text.tokenizer, files, files.train, args.max_length, cache)
     held_out = train
@@ -70,7 +71,7 @@ def main() -> None:
         held_out, _ = tokens.load("preference", text.tokenizer, files, files.eval, args.max_length, cache)
 
     total_steps = batches.steps(len(train))
-    notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
+    notes = [*files.notes, str(report), text.note, *remarks, f"precision {why_dtype}"]
     parents = {"model": args.model_name_or_path}
     identity = resume.identity("reward", vars(args), files.hash, parents)
     run = runs.Run(
@@ -132,7 +133,7 @@ def main() -> None:
     record, sums = supervised.train(model, train, held_out, task, batches, run)
 
     # 5. A whole HF folder with its statistics, and last of all stage.json.
-    write_model = model.writer(text.tokenizer, log.say)
+    write_model = model.writer(text, log.say)
     mean = record["eval_mean_reward"]
     variance = sums["squares"] / (2 * len(held_out)) - mean**2
     stats = {"mean": mean, "std": max(0.0, variance) ** 0.5, "n": 2 * len(held_out), "data_hash": files.hash}

@@ -206,25 +206,30 @@ def main() -> None:
     longest = args.max_prompt_length + args.max_completion_length
     length_flags = "--max_prompt_length and --max_completion_length"
     text = tokenizer.prepare(args.actor, longest, length_flags, args.chat_template, args.trust_remote_code)
+    remarks = text.check(files.train)
     cache = cli.pick(tokens.Cache, args)
     prompts, report = tokens.load("prompts", text.tokenizer, files, files.train, args.max_prompt_length, cache)
-    critic_tokenizer = models.load_tokenizer(args.critic, args.trust_remote_code)
-    if not critic_tokenizer.get_vocab().items() <= text.tokenizer.get_vocab().items():
-        raise UserError(
-            f"--critic {args.critic} has another tokenizer than the actor, whose tokens it has to read; take one trained from the same base model, or the actor itself with --reward"
-        )
+    readers = {"--critic": args.critic} | ({"--ref": args.ref} if args.ref else {})  # of the actor's tokens
+    for flag, path in readers.items():
+        vocabulary = models.load_tokenizer(path, args.trust_remote_code).get_vocab()
+        if not vocabulary.items() <= text.tokenizer.get_vocab().items():
+            raise UserError(
+                f"{flag} {path} has another tokenizer than the actor, whose tokens it has to read; take one trained from the same base model, or the actor itself"
+                + " with --reward" * (flag == "--critic")
+            )
     rules = {}
     for spec, name in dict(zip(reward_specs, rewards.short_names(reward_specs), strict=True)).items():
         if functions.is_function(spec):
             rules[spec], _ = functions.load(spec, "--reward", f"reward {name}", args.reward_timeout)
             rules[spec].require(set(prompts[0].row))
     stats = {spec: rewards.read_stats(spec, args.score_norm) for spec in reward_specs if spec not in rules}
-    for path in [args.critic, *stats]:
+    for path in [*readers.values(), *stats]:
         config = models.read_config(path, args.trust_remote_code)
         models.check_length(config, longest, length_flags, whose=path)
     reward_tokenizers = {spec: models.load_tokenizer(spec, args.trust_remote_code) for spec in stats}
-    for reward_tokenizer in reward_tokenizers.values():
+    for spec, reward_tokenizer in reward_tokenizers.items():
         chat_format.ensure_template(reward_tokenizer, args.chat_template)
+        remarks += text.check_other(reward_tokenizer, f"--reward {spec}")
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
@@ -235,7 +240,7 @@ def main() -> None:
         )
     total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
     optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
-    notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
+    notes = [*files.notes, str(report), text.note, *remarks, f"precision {why_dtype}"]
     parents = {"actor": args.actor, "critic": args.critic} | ({"ref": args.ref} if args.ref else {})
     parents |= {f"reward{i}": spec for i, spec in enumerate(reward_specs)}
     identity = resume.identity("rlhf-actor", vars(args), files.hash, parents)
@@ -368,7 +373,7 @@ def main() -> None:
 
     # 5. Whole HF folders; the actor's stage.json comes last and marks the run as finished.
     for role, model, stage in (("critic", critic, "rlhf-critic"), ("actor", actor, "rlhf-actor")):
-        write = model.writer(text.tokenizer, log.say)
+        write = model.writer(text, log.say)
         if distributed.is_main():
             checkpoint.publish(
                 run.path / role,

@@ -171,7 +171,7 @@ def test_rows_of_new_tokens_are_trained_saved_and_read_by_peft(tied, stage, tmp_
         model.train_step([ids], lambda ids: (cross_entropy(model(ids, MASK)[:, :-1].mT, ids[:, 1:]), {}), step)
     with torch.no_grad():
         adapted = model(ids, MASK)
-        model.writer(text.tokenizer, pytest.fail)(tmp_path / "out")
+        model.writer(text, pytest.fail)(tmp_path / "out")
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
         torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-5, rtol=1e-5)
@@ -297,7 +297,9 @@ def test_experts_and_routers_are_left_as_they_are_and_what_is_saved_is_the_train
     train(model)
     with torch.no_grad():
         adapted = model(IDS, MASK)
-        model.writer(qwen_like(), pytest.fail)(tmp_path / "out")
+        text = tokenizer_.prepare(tmp_path / "base", 8, "--max_length", None, False)
+        text.fit(model.module.hf, None)
+        model.writer(text, pytest.fail)(tmp_path / "out")
         plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         torch.testing.assert_close(plain(IDS).logits, adapted, atol=1e-4, rtol=1e-4)
