@@ -139,9 +139,9 @@ def test_scores_are_centred_and_standardised_by_the_models_statistics(folder, ex
 def test_a_reward_model_that_scores_nan_is_no_model_without_an_opinion():
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SIZE, vocab_size=352, num_labels=1, pad_token_id=3)).eval()
-    with torch.no_grad():
-        model.score.weight[0, 3] = math.nan
     frozen = FrozenModel(lambda zero3: ScalarModel(model), "fp32", 0, False, CPU)
+    with torch.no_grad():
+        model.score.weight[0, 3] = math.nan  # after the check at the start, which would refuse it
     source = RewardModel("broken", frozen, qwen_like(), qwen_like(), "none", 0.0, 1.0)
     with pytest.raises(RunFailed, match="the reward model broken scored"):
         source(answers_of(qwen_like()))
