@@ -58,7 +58,7 @@ KEYS: dict[str, Rule] = {
         parameter_alignment zero_hpz_partition_size memory_efficient_linear override_module_apply
         log_trace_cache_warnings enable_sanity_checks leaf_module.*
         stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-        stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
+        stage3_max_live_parameters stage3_max_reuse_distance
         stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"""),
     **_each(HEEDED, "zero_optimization.offload_optimizer", "device nvme_path buffer_count pin_memory"),
     **_each(HEEDED, "zero_optimization.offload_optimizer", "pipeline_read pipeline_write fast_init"),
@@ -69,6 +69,7 @@ KEYS: dict[str, Rule] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": ((True,), "without it no model could be saved"),
     "zero_optimization.compute_grad_norm": ((True,), "every step's gradient norm is checked and logged"),
     "zero_optimization.load_from_fp32_weights": ((True,), "a resumed run goes on from the same fp32 weights"),
+    "zero_optimization.stage3_module_granularity_threshold": ((0,), "small modules are then not gathered in our forwards"),
     "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has no such stage any more"),
     "zero_optimization.zenflow": ((), "an update is complete before the next forward"),
     "zero_optimization.offload_optimizer.ratio": ((1,), _ADAMW),

@@ -13,6 +13,8 @@ import dataclasses
 import os
 from pathlib import Path
 
+from common.ds_config import stage_inside
+
 # DeepSpeed's own defaults, in elements: the gradients reduced at once, the gathered weights alive at once under ZeRO-3,
 # and how much of a shard is converted to fp32 at once in an update.
 _REDUCE_BUCKET, _LIVE_WEIGHTS, _SUB_GROUP = 5e8, 1e9, 1e9
@@ -91,44 +93,66 @@ def trained_model(shape: Shape, how: How, phases: tuple[str, str], trained: int 
     """A model with gradients and AdamW, as `engine.TrainedModel` holds it between and in its steps.
 
         bytes a parameter       ZeRO-0     1            2           3
-        weights                 w          w            w           w/P
-        optimizer               12         12/P         12/P        12/P    fp32 weights 4, two moments 8
-        gradients, backward     w          w + w/P      2w/P        w/P     under ZeRO-3 they are always there
-        gradients, update       w          w/P          w/P         w/P
-        update                  4          (w + 4)/P    (w + 4)/P   (w + 4)/P    gradients in one piece, then in fp32
+        weights                 2          2            2           2/P
+        optimizer               12/P       12/P         12/P        12/P    fp32 weights 4, two moments 8
+        sums of gradients       4          4            4/P         4/P     ZeRO-2 drops them between steps
+        update                                                      4/P     a copy of the sums
 
-    All but the weights of the t trained parameters only. In fp32 nothing is converted, and ZeRO-0 keeps no second copy
-    of the weights. With offload the host holds the optimizer with gradients in fp32 and in w, and the update is there.
+    In bf16, where ZeRO-0 runs as ZeRO-1 and gradients are summed in fp32. (fp16 sums in fp16: less between steps, up to
+    4 bytes more in the update.) In fp32, where ZeRO-0 keeps no second copy of the weights:
+
+        weights                 4          4            4           4/P
+        optimizer               8          12/P         12/P        12/P
+        gradients, backward     4          4 + 4/P      8/P         4/P     under ZeRO-3 they are always there
+        gradients, update       4          4/P          4/P         4/P
+        update                             4/P          4/P         4/P     gradients in one piece
+
+    All but the weights is of the t trained parameters only. With offload the host holds the optimizer with gradients
+    twice, and the update is there; under ZeRO-1 in bf16 the GPU keeps all gradients in both widths.
 
     Args:
         phases: names of its backward pass and of its update.
         trained: parameters that learn; all of them, if not given. Of adapters it is their own number.
     """
-    w, stage, (backward, update) = how.weight_bytes, how.zero_stage, phases
+    w, (backward, update) = how.weight_bytes, phases
+    is_half = w < 4
+    stage = stage_inside(how.zero_stage, "bf16" if is_half else "fp32")
     whole = shape.parameters if trained is None else trained
-    part = whole / how.ranks
-    optimizer = (8 + (4 if w < 4 or stage else 0)) * (part if stage else whole)
+    part, largest = whole / how.ranks, min(shape.largest, whole)
+    optimizer = (8 + (4 if stage else 0)) * (part if stage else whole)
     items = [_weights(shape, how)]
     if how.offload_optimizer:
-        # Also in w: the gradients as they arrive, and under ZeRO-2 the sum of earlier micro-batches.
-        gradients = (4 + w + (w if stage == 2 else 0)) * part
-        items.append(Item("optimizer", ALWAYS, 0, how.ranks_per_node * (optimizer + gradients)))
-        items.append(Item("gradients", backward, w * {1: whole, 2: part, 3: 0}[stage]))
-        if stage < 3:  # the largest gradient on its way to the host, at both ends
+        # fp32, for the update, and as they arrive; in fp32 under ZeRO-2 also the sum of earlier micro-batches.
+        as_arrived = 4 if stage == 3 else w + (w if stage == 2 and not is_half else 0)
+        items.append(Item("optimizer", ALWAYS, 0, how.ranks_per_node * (optimizer + (4 + as_arrived) * part)))
+        if stage < 3:
+            sums = 4 * (whole if stage == 1 else part) if is_half else 0
+            arriving = w * {1: whole, 2: 0 if is_half else part}[stage]
+            items += [Item("gradients", backward, sums + arriving), Item("gradients", update, sums)]
+            # The largest gradient on its way to the host, at both ends.
             items.append(Item("buffers", ALWAYS, w * shape.largest, how.ranks_per_node * w * shape.largest))
     else:
         items.append(Item("optimizer", ALWAYS, optimizer))
-        if stage == 3:
-            items.append(Item("gradients", ALWAYS, w * part))
+        if stage == 3 or (is_half and stage == 1):
+            items.append(Item("gradients", ALWAYS, 4 * (part if stage == 3 else whole)))
+        elif is_half:
+            items += [Item("gradients", phase, 4 * part) for phase in phases]
         else:
             at_backward, at_update = {0: (whole, whole), 1: (whole + part, part), 2: (2 * part, part)}[stage]
             items += [Item("gradients", backward, w * at_backward), Item("gradients", update, w * at_update)]
-        converted = whole if stage == 0 else min(part, _SUB_GROUP) if stage == 3 else part
-        items.append(Item("update", update, ((w if stage else 0) + (4 if w < 4 else 0)) * converted))
-    # Gradients on their way to the other ranks: a bucket, and the largest one with a copy.
-    bucket = w * min(whole, _REDUCE_BUCKET)
-    items.append(Item("buffers", ALWAYS if stage == 3 else backward, bucket))
-    items.append(Item("buffers", backward, 2 * w * min(shape.largest, whole) + gathered(shape, how)))
+        if stage == 3 or (stage and not is_half):
+            items.append(Item("update", update, 4 * (min(part, _SUB_GROUP) if stage == 3 else part)))
+    # Gradients on their way to the other ranks: a bucket, in fp32 beside it where it is not, and the largest one with
+    # its copies.
+    bucket = min(whole, _REDUCE_BUCKET)
+    if not (is_half and stage == 1 and not how.offload_optimizer):  # whose sums are one piece already
+        items.append(Item("buffers", ALWAYS if stage == 3 else backward, w * bucket))
+        if is_half:
+            items.append(Item("buffers", backward, 4 * bucket))
+    copies = {1: 8, 2: 16, 3: 2 * w}[stage] if is_half else 2 * w
+    items.append(Item("buffers", backward, copies * largest + gathered(shape, how)))
+    if is_half and stage == 2 and not how.offload_optimizer:
+        items.append(Item("update", update, 8 * largest))
     return items
 
 

@@ -71,16 +71,16 @@ def batch_of(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def train(model: TrainedModel, cuts: list[int], steps: int = STEPS) -> list[engine.StepResult]:
+def train(model: TrainedModel, cuts: list[int], steps: int = STEPS, start: int = 0) -> list[engine.StepResult]:
     """Next-token training in micro-batches of these sizes, each loss a sum over its tokens by the step's count."""
     results = []
-    for step in range(steps):
+    for step in range(start, start + steps):
         rows = rows_of(step)
         assert sum(cuts) == len(rows)
-        micro, start = [], 0
+        micro, done = [], 0
         for size in cuts:
-            micro.append(batch_of(rows[start : start + size]))
-            start += size
+            micro.append(batch_of(rows[done : done + size]))
+            done += size
         count = sum(len(row) - 1 for row in rows)
 
         def share(batch, count=count):
@@ -198,6 +198,20 @@ def test_16_bits_are_one_run_at_every_stage_offloaded_or_not_with_adapters_or_no
         assert max(wanted_norms) > 2.5 or lora_r, "clipping should act"
     for (dtype, lora_r), expected in references.items():
         print(f"plain PyTorch {dtype} lora {lora_r}", *(f"{loss:.6f}" for loss, _ in expected), sep="  ")
+
+
+def test_a_saved_bf16_run_goes_on_where_it_was(tmp_path):
+    """At stage 0, whose inside is not what fp32 has there: weights and fp32 weights, moments, schedule."""
+    whole, first, second = trained(0, dtype="bf16"), trained(0, dtype="bf16"), trained(0, dtype="bf16")
+    expected = train(whole, [3, 3], steps=4)
+    train(first, [3, 3], steps=2)
+    first.save(tmp_path, "model")
+    second.load(tmp_path, "model")
+    resumed = train(second, [3, 3], steps=2, start=2)
+    assert [result.sums for result in resumed] == [result.sums for result in expected[2:]]
+    assert [result.grad_norm for result in resumed] == [result.grad_norm for result in expected[2:]]
+    assert [result.learning_rate for result in resumed] == [result.learning_rate for result in expected[2:]]
+    assert all(torch.equal(second.state()[name], value) for name, value in whole.state().items())
 
 
 @pytest.mark.parametrize("load", [models.load_causal_lm, lambda *a, **k: models.load_scalar_model(*a, **k)[0]])
