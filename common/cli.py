@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import errno
 import json
-import math
 import os
 import signal
 import time
@@ -62,7 +61,7 @@ class Parser(argparse.ArgumentParser):
             "--config", metavar="FILE", help="yaml, json or stage.json that sets flags; the command line wins"
         )
         # The DeepSpeed launcher passes it; LOCAL_RANK in the environment says the same.
-        self.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+        self.add_argument("--local_rank", type=whole(-1), default=-1, help=argparse.SUPPRESS)
 
     def error(self, message: str):
         self.exit(2, f"error: {self.where}{message}; see {self.prog} --help\n")
@@ -213,7 +212,7 @@ class Parser(argparse.ArgumentParser):
 
     def _convert(self, action: argparse.Action, key: str, value):
         if value is None:
-            if action.default is not None and action.type is not optional_float:
+            if action.default is not None and not getattr(action.type, "optional", False):
                 self.error(f"{key} is empty; give it a value or leave it out")
             return None
         if isinstance(action.default, bool) or action.nargs == 0:
@@ -358,18 +357,55 @@ def pick(record: type, args: argparse.Namespace, **overrides):
     return record(**({name: value for name, value in vars(args).items() if name in names} | overrides))
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1 (an argparse type)."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
+_MOST, _LARGEST = 2**31 - 1, 1e30  # limits of numbers that have no other: what 32 bits hold, as int and as float
 
 
-def natural(text: str) -> int:
-    """A whole number of at least 0 (an argparse type)."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return int(text)
+def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
+    """A whole number from `low` to `high` (an argparse type)."""
+
+    def convert(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            wanted = f"a whole number from {low}" + f" to {high}" * (high < _MOST or value > high)
+            raise argparse.ArgumentTypeError(f"{_short(text)} is out of range, wanted {wanted}")
+        return value
+
+    convert.__name__ = "whole number"  # what argparse calls it in its errors
+    return convert
+
+
+def number(low: float, high: float = _LARGEST, above: bool = False, optional: bool = False) -> Callable[[str], float]:
+    """A finite number from `low` to `high`, of which fp32 holds every one (an argparse type).
+
+    Args:
+        above: `low` itself is not allowed.
+        optional: `none` means off, and becomes None.
+    """
+
+    def convert(text: str) -> float | None:
+        if optional and text.lower() in ("none", "null"):
+            return None
+        value = float(text)
+        if not low <= value <= high or (above and value == low):  # NaN is in no range
+            wanted = f"a number {'above' if above else 'from'} {low:g}"
+            wanted += f" to {high:g}" * (high < _LARGEST or value > high) + " or none" * optional
+            raise argparse.ArgumentTypeError(f"{_short(text)} is out of range, wanted {wanted}")
+        return value
+
+    convert.__name__ = "number"
+    convert.optional = optional
+    return convert
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+positive, natural = whole(1), whole(0)
+# What every generator takes: numpy's old one has 32 bits.
+seed = whole(0, 2**32 - 1)
+# What sampling takes; step 3 divides by the temperature in training too, so there it is above 0.
+temperature, top_p = number(0, 100), number(0, 1, above=True)
 
 
 def shares(text: str) -> tuple[float, ...]:
@@ -391,26 +427,6 @@ def precision(text: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}.get(text, text)
 
 
-def number(low: float, high: float = math.inf) -> Callable[[str], float]:
-    """A finite number from `low` to `high` (an argparse type)."""
-
-    def convert(text: str) -> float:
-        value = float(text)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise argparse.ArgumentTypeError(
-                f"{text} is not a number from {low:g}" + f" to {high:g}" * (high < math.inf)
-            )
-        return value
-
-    convert.__name__ = "number"  # what argparse calls it in its errors
-    return convert
-
-
-def optional_float(text: str) -> float | None:
-    """A number, or `none` for off (an argparse type)."""
-    return None if text.lower() in ("none", "null") else float(text)
-
-
 def add_switch(group, name: str, default: bool, help: str) -> None:
     """`--name` and `--no-name`."""
     group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help)
@@ -424,7 +440,7 @@ def add_run_flags(parser: Parser, output_dir: str) -> None:
     group.add_argument("--data_split", type=share_list, default=None, metavar="S,P,R", help="refuse data that step 0 has dealt out in other shares; default: take them as they are")
     group.add_argument("--tokens_cache", default="auto", metavar="DIR", help="folder that keeps the tokens of prepared data, off for none; auto: of 20,000 rows or more, in .tokens beside the data")
     group.add_argument("--output_dir", default=output_dir, metavar="DIR", help="where the run writes; a finished run there is never overwritten")
-    group.add_argument("--seed", type=int, default=1, help="of everything drawn at random; same seed, same run")
+    group.add_argument("--seed", type=seed, default=1, help="of everything drawn at random; same seed, same run")
     group.add_argument("--logging_steps", type=positive, default=1, help="steps between lines on the terminal; files get every step")
     group.add_argument("--report_to", nargs="+", default=["tensorboard"], choices=["tensorboard", "wandb", "none"], help="where curves go besides metrics.jsonl")
     group.add_argument("--run_name", default=None, help="name shown by trackers; default: the output folder's")
@@ -454,7 +470,7 @@ def add_batch_flags(parser: Parser, rows: str) -> None:
     group.add_argument("--per_device_train_batch_size", type=positive, default=8, help=f"{rows} in one forward of one rank")
     group.add_argument("--gradient_accumulation_steps", type=positive, default=1, help="forwards per optimizer step")
     group.add_argument("--max_tokens_per_micro_batch", type=natural, default=0, metavar="N", help=f"cut a step's {rows} by length into forwards of at most N tokens, padding included; 0: into equal numbers")
-    group.add_argument("--num_train_epochs", type=number(1e-6), default=1.0, help=f"passes over the training {rows}")
+    group.add_argument("--num_train_epochs", type=number(1e-6, 1e6), default=1.0, help=f"passes over the training {rows}")
     group.add_argument("--max_steps", type=natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
     group.add_argument("--eval_steps", type=natural, default=0, help="steps between evaluations; 0: only at the end")
 
@@ -469,14 +485,14 @@ def add_optim_flags(parser: Parser, learning_rate: float, lr_scheduler_type: str
     group.add_argument("--weight_decay", type=number(0), default=0.0, help="AdamW's decoupled weight decay")
     group.add_argument("--adam_beta1", type=number(0, 0.99999), default=0.9, help="decay of the first moment")
     group.add_argument("--adam_beta2", type=number(0, 0.99999), default=0.95, help="decay of the second moment")
-    group.add_argument("--adam_epsilon", type=number(0), default=1e-8, help="added to the denominator")
+    group.add_argument("--adam_epsilon", type=number(0, 1, above=True), default=1e-8, help="added to the denominator")
     group.add_argument("--max_grad_norm", type=number(0), default=1.0, help="clip the global gradient norm; 0: off")
 
 
 def add_lora_flags(parser: Parser, dropout: bool):
     """Low-rank adapters; returns the group, for flags of further roles."""
     group = parser.add_argument_group("adapters (LoRA)")
-    group.add_argument("--lora_r", type=natural, default=0, help="rank; only adapters are trained then; 0: all weights are")
+    group.add_argument("--lora_r", type=whole(0, 65536), default=0, help="rank; only adapters are trained then; 0: all weights are")
     group.add_argument("--lora_alpha", type=number(1e-6), default=32, help="the adapter's update is scaled by alpha / r")
     group.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], help="names of the layers that get one; all-linear: all but the output layer")
     if dropout:

@@ -45,10 +45,10 @@ def parse_args(argv=None):
     flag("--system", default=None, metavar="TEXT", help="a system message, put first")
     flag = parser.add_argument_group("sampling").add_argument
     flag("--max_completion_length", type=cli.positive, default=256, help="tokens of an answer, the stop token included")
-    flag("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy")
-    flag("--top_p", type=float, default=1.0, help="smallest set of tokens with this probability; 1: off")
+    flag("--temperature", type=cli.temperature, default=1.0, help="divides the logits; 0: greedy")
+    flag("--top_p", type=cli.top_p, default=1.0, help="smallest set of tokens with this probability; 1: off")
     flag("--top_k", type=cli.natural, default=0, help="the likeliest K tokens; 0: off")
-    flag("--seed", type=int, default=None, help="of the sampling noise; default: another one each time, shown")
+    flag("--seed", type=cli.seed, default=None, help="of the sampling noise; default: another one each time, shown")
     flag = parser.add_argument_group("loading").add_argument
     flag("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 where the GPU has it")
     exclusive = parser.add_argument_group("models larger than the GPU").add_mutually_exclusive_group().add_argument

@@ -38,12 +38,12 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("sampling").add_argument
     flag("--num_samples", type=cli.positive, default=256, help="answers a model, spread evenly over the prompts")
     flag("--best_of", type=cli.natural, default=0, help="also judge the best of N answers a prompt; 0: off")
-    flag("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy")
-    flag("--top_p", type=float, default=1.0, help="smallest set of tokens with this probability; 1: off")
+    flag("--temperature", type=cli.temperature, default=1.0, help="divides the logits; 0: greedy")
+    flag("--top_p", type=cli.top_p, default=1.0, help="smallest set of tokens with this probability; 1: off")
     flag("--top_k", type=cli.natural, default=0, help="the likeliest K tokens; 0: off")
     flag("--max_prompt_length", type=cli.positive, default=512, help="tokens; longer prompts are set aside and counted")
     flag("--max_completion_length", type=cli.positive, default=256, help="tokens, the stop token included")
-    flag("--seed", type=int, default=1, help="of the sampling noise and the bootstrap")
+    flag("--seed", type=cli.seed, default=1, help="of the sampling noise and the bootstrap")
     flag = parser.add_argument_group("run").add_argument
     flag("--output", type=Path, default=Path("evaluation.json"), metavar="FILE", help="where the figures go")
     flag("--batch_size", type=cli.positive, default=64, help="answers generated or scored at once")

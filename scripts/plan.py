@@ -54,11 +54,21 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("machine").add_argument
     flag("--num_gpus", type=cli.positive, default=None, help="ranks, over all nodes; default: the GPUs seen here")
     flag("--num_nodes", type=cli.positive, default=1, help="machines they are spread over, evenly")
-    flag("--gpu_gb", type=float, default=None, help="GiB of one GPU (an 80 GB card: 79); 0: CPU; default: as seen here")
-    flag("--host_gb", type=float, default=None, help="GiB of free memory of one machine; default: as seen here")
+    flag(
+        "--gpu_gb",
+        type=cli.number(0),
+        default=None,
+        help="GiB of one GPU (an 80 GB card: 79); 0: CPU; default: as seen here",
+    )
+    flag(
+        "--host_gb",
+        type=cli.number(0, above=True),
+        default=None,
+        help="GiB of free memory of one machine; default: as seen here",
+    )
     flag = parser.add_argument_group("time, by arithmetic").add_argument
-    flag("--tflops", type=float, default=300, help="TFLOP/s that one GPU keeps up")
-    flag("--decode_ms", type=float, default=30, help="milliseconds a token, of all responses decoded at once")
+    flag("--tflops", type=cli.number(0, above=True), default=300, help="TFLOP/s that one GPU keeps up")
+    flag("--decode_ms", type=cli.number(0), default=30, help="milliseconds a token, of all responses decoded at once")
     flag = parser.add_argument_group("output").add_argument
     flag("--json", action="store_true", help="print the plan as json")
     ours, *commands = split(words, "--")

@@ -50,7 +50,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", default="data", metavar="DIR", help="where the data go")
     cli.add_switch(group, "--overwrite", False, "replace prepared data that are in --output_dir")
-    group.add_argument("--seed", type=int, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
+    group.add_argument("--seed", type=cli.seed, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
     group.add_argument("--train_tokenizer", type=cli.natural, default=0, metavar="VOCAB", help="make OUTPUT_DIR/base_model for these data: a tokenizer of VOCAB pieces and an untrained model of about a million parameters; 0: none")
     cli.add_switch(group, "--shuffle_preferences", False, "negative control: a coin decides which answer of each pair is chosen")
     # fmt: on

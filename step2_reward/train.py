@@ -28,7 +28,7 @@ def parse_args(argv=None):
     cli.add_saving_flags(parser, steps="optimizer steps")
     group = parser.add_argument_group("loss")
     group.add_argument("--margin_coef", type=cli.number(0), default=1.0, help="times the margins of the data, which are then asked of chosen - rejected; 0: margins are ignored")
-    group.add_argument("--center_rewards_coefficient", type=float, default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
+    group.add_argument("--center_rewards_coefficient", type=cli.number(0), default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
     cli.add_optim_flags(parser, learning_rate=1e-5, lr_scheduler_type="linear")
     cli.add_lora_flags(parser, dropout=True)
     cli.add_engine_flags(parser)

@@ -29,7 +29,7 @@ def parse_args(argv=None):
     group.add_argument("--critic", required=True, metavar="DIR", help="where the critic starts: a reward folder, an rlhf critic, or a causal LM (fresh head)")
     group.add_argument("--ref", default=None, metavar="DIR", help="the model the KL is measured against; default: the actor's starting weights")
     group.add_argument("--reward", action="append", default=None, metavar="SOURCE", help="reward folder or FILE.py:FUNCTION; may be repeated; default: --critic's folder")
-    group.add_argument("--reward_weights", nargs="+", type=float, default=None, help="one weight for each --reward; default: 1 each")
+    group.add_argument("--reward_weights", nargs="+", type=cli.number(-1e6, 1e6), default=None, help="one weight for each --reward; default: 1 each")
     cli.add_run_flags(parser, output_dir="models/rlhf")
     group.add_argument("--sample_steps", type=cli.natural, default=10, help="steps between printed samples; 0: none")
     cli.add_model_flags(parser)
@@ -42,7 +42,7 @@ def parse_args(argv=None):
     group.add_argument("--max_tokens_per_micro_batch", type=cli.natural, default=0, metavar="N", help="cut a minibatch by length into forwards of at most N tokens, padding included; 0: into equal numbers")
     group.add_argument("--rollout_forward_batch_size", type=cli.natural, default=0, help="responses decoded or scored at once on one rank; 0: all")
     group.add_argument("--num_ppo_epochs", type=cli.positive, default=2, help="passes over each rollout batch")
-    group.add_argument("--num_train_epochs", type=cli.number(1e-6), default=1.0, help="passes over the prompts")
+    group.add_argument("--num_train_epochs", type=cli.number(1e-6, 1e6), default=1.0, help="passes over the prompts")
     group.add_argument("--max_steps", type=cli.natural, default=0, help="RL steps; 0: as --num_train_epochs says")
 
     cli.add_saving_flags(parser, steps="RL steps")
@@ -50,30 +50,30 @@ def parse_args(argv=None):
     group = parser.add_argument_group("sampling")
     group.add_argument("--max_prompt_length", type=cli.positive, default=512, help="tokens; longer prompts lose their oldest turns, counted")
     group.add_argument("--max_completion_length", type=cli.positive, default=256, help="tokens sampled at most, the stop token included")
-    group.add_argument("--temperature", type=float, default=1.0, help="logits are divided by it, in sampling and in training alike")
-    group.add_argument("--top_p", type=float, default=1.0, help="sample from the smallest set holding this probability; below 1 biases PPO's ratio")
+    group.add_argument("--temperature", type=cli.number(1e-6, 100), default=1.0, help="logits are divided by it, in sampling and in training alike")
+    group.add_argument("--top_p", type=cli.top_p, default=1.0, help="sample from the smallest set holding this probability; below 1 biases PPO's ratio")
     group.add_argument("--top_k", type=cli.natural, default=0, help="sample from the k most likely tokens; 0: all")
     group.add_argument("--rollout_backend", default="native", choices=["native", "hybrid"], help="hybrid: DeepSpeed's engine, if it passes its checks here")
 
     group = parser.add_argument_group("reward")
     group.add_argument("--score_norm", default="center", choices=["none", "center", "standardize"], help="of reward models, by their reward_stats.json")
-    group.add_argument("--score_clip", type=cli.optional_float, default=5.0, help="scores are limited to +- this; none: off")
-    group.add_argument("--missing_eos_penalty", type=cli.optional_float, default=1.0, help="subtracted from the score of a response cut by length; none: off")
-    group.add_argument("--length_penalty", type=cli.optional_float, default=None, help="subtracted per token; none: off")
+    group.add_argument("--score_clip", type=cli.number(0, above=True, optional=True), default=5.0, help="scores are limited to +- this; none: off")
+    group.add_argument("--missing_eos_penalty", type=cli.number(0, optional=True), default=1.0, help="subtracted from the score of a response cut by length; none: off")
+    group.add_argument("--length_penalty", type=cli.number(-1e6, 1e6, optional=True), default=None, help="subtracted per token, so below 0 long answers gain; none: off")
     group.add_argument("--kl_coef", type=cli.number(0), default=0.05, help="weight of the KL toll on every token's reward")
     group.add_argument("--kl_estimator", default="k1", choices=["k1", "k2", "k3"], help="of that toll; k1 is the unbiased classic")
-    group.add_argument("--kl_target", type=cli.optional_float, default=None, help="steer --kl_coef to this KL per response (nats); none: fixed")
+    group.add_argument("--kl_target", type=cli.number(0, above=True, optional=True), default=None, help="steer --kl_coef to this KL per response (nats); none: fixed")
     group.add_argument("--kl_horizon", type=cli.number(1e-6), default=10000, help="responses over which the steering acts")
     cli.add_switch(group, "--whiten_rewards", False, "scale token rewards to unit variance")
 
     group = parser.add_argument_group("PPO")
-    group.add_argument("--gamma", type=float, default=1.0, help="discount per token")
-    group.add_argument("--lam", type=float, default=0.95, help="GAE's lambda: 1 Monte Carlo, 0 one-step")
+    group.add_argument("--gamma", type=cli.number(0, 1), default=1.0, help="discount per token")
+    group.add_argument("--lam", type=cli.number(0, 1), default=0.95, help="GAE's lambda: 1 Monte Carlo, 0 one-step")
     cli.add_switch(group, "--whiten_advantages", True, "mean 0 and variance 1 over the rollout batch")
     group.add_argument("--cliprange", type=cli.number(0), default=0.2, help="the ratio's clip range, below and above 1")
-    group.add_argument("--cliprange_high", type=cli.optional_float, default=None, help="another range above 1 (clip-higher); none: the same")
-    group.add_argument("--dual_clip", type=cli.optional_float, default=None, help="bound of ratio x |A| where A < 0, above 1; none: off")
-    group.add_argument("--cliprange_value", type=cli.optional_float, default=0.2, help="how far a value may move from the old one; none: off")
+    group.add_argument("--cliprange_high", type=cli.number(0, optional=True), default=None, help="another range above 1 (clip-higher); none: the same")
+    group.add_argument("--dual_clip", type=cli.number(1, above=True, optional=True), default=None, help="bound of ratio x |A| where A < 0, above 1; none: off")
+    group.add_argument("--cliprange_value", type=cli.number(0, above=True, optional=True), default=0.2, help="how far a value may move from the old one; none: off")
     group.add_argument("--entropy_coef", type=cli.number(0), default=0.0, help="weight of the entropy bonus")
     group.add_argument("--kl_loss_coef", type=cli.number(0), default=0.0, help="weight of KL(policy || ref) in the loss itself")
     group.add_argument("--kl_loss_estimator", default="k2", choices=["k1", "k2", "k3"], help="of that term; k2 has the right gradient")
@@ -83,7 +83,7 @@ def parse_args(argv=None):
     group.add_argument("--critic_learning_rate", type=cli.number(0), default=5e-6, help="peak learning rate of the critic")
     group.add_argument("--critic_weight_decay", type=cli.number(0), default=None, help="default: --weight_decay")
     group = cli.add_lora_flags(parser, dropout=False)
-    group.add_argument("--critic_lora_r", type=cli.natural, default=None, help="rank of the critic's; default: --lora_r")
+    group.add_argument("--critic_lora_r", type=cli.whole(0, 65536), default=None, help="rank of the critic's; default: --lora_r")
     cli.add_engine_flags(parser)
     group = parser.add_argument_group("engines of the other roles")
     group.add_argument("--critic_zero_stage", type=int, default=None, choices=[0, 1, 2, 3], help="default: --zero_stage")
@@ -131,13 +131,6 @@ def check(args) -> None:
             f"--rollout_batch_size {args.rollout_batch_size} is not a multiple of --minibatch_size {args.minibatch_size}; "
             f"change one of them, for example --minibatch_size {math.gcd(args.rollout_batch_size, args.minibatch_size)}"
         )
-    for name, low, high in (("temperature", 1e-6, 100), ("top_p", 1e-6, 1), ("gamma", 0, 1), ("lam", 0, 1)):
-        if not low <= getattr(args, name) <= high:
-            raise UserError(f"--{name} is {getattr(args, name)}, wanted a number between {low:g} and {high:g}")
-    if args.dual_clip is not None and args.dual_clip <= 1:
-        raise UserError(f"--dual_clip is {args.dual_clip}, wanted a number above 1 or none")
-    if args.kl_target is not None and args.kl_target <= 0:
-        raise UserError(f"--kl_target is {args.kl_target}, wanted a number above 0 or none")
     if args.kl_target is not None and args.kl_coef == 0:
         raise UserError("--kl_target steers --kl_coef by factors, so --kl_coef 0 would stay 0; start it above 0")
     rewards = args.reward or [args.critic]

@@ -1,5 +1,6 @@
 """Command lines of the four stages: names people bring, files of settings, what is refused, no flag without effect."""
 
+import argparse
 import ast
 import dataclasses
 import importlib
@@ -175,7 +176,7 @@ def test_notes_are_said_once_however_many_ranks(monkeypatch, capsys):
         (DATA, ["--shuffle"], "the nearest is --shuffle_preferences"),
         (SFT, ["--zzzzzz"], "unknown flag --zzzzzz; see "),
         (SFT, ["X"], "--model takes one value, seen 2: M X"),
-        (SFT, ["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (SFT, ["--seed", "x"], "argument --seed: invalid whole number value: 'x'"),
         (SFT, ["--seed"], "argument --seed: expected one argument"),
         (SFT, ["--seed", "1", "2"], "--seed takes one value, seen 2: 1 2"),
         (SFT, ["--data_path", "a", "b"], "seen 2: a b; step 0 makes one folder of several sources"),
@@ -183,12 +184,12 @@ def test_notes_are_said_once_however_many_ranks(monkeypatch, capsys):
         (SFT, ["--data_split", "1,2"], "1,2 is not three shares"),
         (SFT, ["--config"], "argument --config: expected one argument"),
         (SFT, ["--zero_stage", "4"], "argument --zero_stage: invalid choice: 4"),
-        (SFT, ["--per_device_train_batch_size", "0"], "0 is not at least 1"),
-        (SFT, ["--max_steps", "-1"], "-1 is negative"),
+        (SFT, ["--per_device_train_batch_size", "0"], "0 is out of range, wanted a whole number from 1;"),
+        (SFT, ["--max_steps", "-1"], "-1 is out of range, wanted a whole number from 0;"),
         (SFT, ["--report_to", "tensorbord"], "invalid choice: 'tensorbord'"),
         (SFT, ["--learn", "1"], "unknown flag --learn; the nearest is --learning_rate"),  # no abbreviations
         (DATA, ["--split", "1,2"], "1,2 is not three shares"),
-        (RL, ["--score_clip", "x"], "argument --score_clip: invalid optional_float value: 'x'"),
+        (RL, ["--score_clip", "x"], "argument --score_clip: invalid number value: 'x'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(script, words, message, capsys):
@@ -208,13 +209,6 @@ def test_a_typing_error_is_told_before_what_is_missing(capsys):
         (["--rollout_batch_size", 10, "--num_generations", 4], "--rollout_batch_size 10 .* --num_generations 4"),
         (["--rollout_batch_size", 10, "--minibatch_size", 4], "--rollout_batch_size 10 .* --minibatch_size 4"),
         (["--rollout_batch_size", 16, "--minibatch_size", 32], "--rollout_batch_size 16 .* --minibatch_size 32"),
-        (["--temperature", 0], "--temperature is 0.0, wanted a number between 1e-06 and 100"),
-        (["--top_p", 0], "--top_p is 0.0"),
-        (["--top_p", 1.1], "--top_p is 1.1"),
-        (["--gamma", 1.5], "--gamma is 1.5, wanted a number between 0 and 1"),
-        (["--lam", -0.1], "--lam is -0.1"),
-        (["--dual_clip", 1], "--dual_clip is 1.0, wanted a number above 1 or none"),
-        (["--kl_target", 0], "--kl_target is 0.0"),
         (["--kl_target", 3, "--kl_coef", 0], "--kl_coef 0 would stay 0"),
         (["--reward_weights", 1, 2], "--reward_weights has 2 numbers for 1 reward sources"),
         (["--reward", "a", "--reward", "b", "--reward_weights", 1], "has 1 numbers for 2 reward sources"),
@@ -238,6 +232,82 @@ def test_switches_can_be_turned_off_and_lists_repeat():
     assert parse(RL, "--whiten_rewards").whiten_rewards and not parse(RL).whiten_rewards
     args = parse(RL, "--reward", "a", "--reward=b", "--reward_weights", "1", "0.5")
     assert args.reward == ["a", "b"] and args.reward_weights == [1.0, 0.5]
+
+
+# ---- numbers
+
+# May be below 0: a reward can be weighed against another, and a penalty below 0 is a bonus.
+SIGNED = {"--reward_weights", "--length_penalty", "--local_rank"}
+
+
+def number_flags() -> list[tuple[str, str, argparse.Action]]:
+    """(script, flag, its action) of every flag whose value is a number, in all scripts that have a command line."""
+    found, parsers = [], []
+
+    def catch(parser, *_):
+        parsers.append(parser)
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli.Parser, "parse_args", catch)
+        for script in sorted([*ROOT.glob("step*/*.py"), *ROOT.glob("scripts/*.py")]):
+            if "cli.Parser(" not in script.read_text():
+                continue
+            name = script.relative_to(ROOT).as_posix()
+            with pytest.raises(SystemExit):
+                module_of(name).parse_args([])
+            found += [(name, action.option_strings[-1], action) for action in parsers.pop()._actions if takes(action)]
+    return found
+
+
+def takes(action: argparse.Action) -> bool:
+    """Whether a flag takes numbers: its type makes one of "1" and nothing of a word."""
+    try:
+        value = action.type("1") if action.type and action.choices is None else None
+    except (ValueError, argparse.ArgumentTypeError):
+        return False
+    return isinstance(value, int | float)
+
+
+def test_every_number_has_a_range(capsys):
+    flags = number_flags()
+    assert len({script for script, _, _ in flags}) >= 8 and len(flags) > 90, "or this test looks at nothing"
+    for script, flag, action in flags:
+        below = "-1e31" if flag in SIGNED else "-1"
+        for text in ("nan", "-nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "1e31", str(10**31), below, "", "0x"):
+            with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+                action.type(text)
+                print(f"{script} {flag} takes {text!r}")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--temperature", 0], "0 is out of range, wanted a number from 1e-06 to 100;"),
+        (["--top_p", 0], "0 is out of range, wanted a number above 0 to 1;"),
+        (["--top_p", 1.1], "1.1 is out of range"),
+        (["--gamma", 1.5], "1.5 is out of range, wanted a number from 0 to 1;"),
+        (["--lam", -0.1], "-0.1 is out of range"),
+        (["--dual_clip", 1], "1 is out of range, wanted a number above 1 or none;"),
+        (["--kl_target", 0], "0 is out of range, wanted a number above 0 or none;"),
+        (["--score_clip", 0], "0 is out of range, wanted a number above 0 or none;"),
+        (["--score_clip", -2], "-2 is out of range, wanted a number above 0 or none;"),
+        (["--cliprange_high", -0.5], "-0.5 is out of range, wanted a number from 0 or none;"),
+        (["--cliprange_value", -3], "-3 is out of range, wanted a number above 0 or none;"),
+        (["--missing_eos_penalty", "nan"], "nan is out of range, wanted a number from 0 or none;"),
+        (["--reward_weights", "inf"], "inf is out of range, wanted a number from -1e+06 to 1e+06;"),
+        (["--seed", 2**65], f"{2**65} is out of range, wanted a whole number from 0 to 4294967295;"),
+        (["--seed", "9" * 400], f"{'9' * 40}... is out of range"),
+    ],
+)
+def test_a_number_out_of_range_is_told_with_its_range(words, wanted, capsys):
+    assert f"argument {words[0]}: {wanted}" in refused(capsys, RL, *words)
+
+
+def test_a_number_out_of_range_in_a_file_is_refused_too(tmp_path, capsys):
+    for text in ("score_clip: .nan", "score_clip: -.inf", "seed: -1", "kl_target: 1e999"):
+        assert "out of range" in refused(capsys, RL, "--config", config(tmp_path, text))
 
 
 # ---- files of settings
@@ -324,12 +394,12 @@ def test_json_and_stage_records_are_read_too(tmp_path):
     ("text", "message"),
     [
         ("learning_rte: 1", "unknown key 'learning_rte'; the nearest is learning_rate"),
-        ("seed: x", "seed: argument --seed: invalid int value: 'x'"),
-        ("seed: 1.5", "invalid int value: '1.5'"),
+        ("seed: x", "seed: argument --seed: invalid whole number value: 'x'"),
+        ("seed: 1.5", "invalid whole number value: '1.5'"),
         ("seed: [1, 2]", "seed is a list, wanted one value"),
         ("seed:", "seed is empty; give it a value or leave it out"),
         ("zero_stage: 7", "invalid choice: 7"),
-        ("per_device_train_batch_size: 0", "0 is not at least 1"),
+        ("per_device_train_batch_size: 0", "0 is out of range, wanted a whole number from 1;"),
         ("offload_optimizer: maybe", "offload_optimizer is 'maybe', wanted true or false"),
         ("gradient_checkpointing: 1", "gradient_checkpointing is 1, wanted true or false"),
         ("report_to: [tensorboard, x]", "invalid choice: 'x'"),

@@ -635,7 +635,7 @@ def test_of_many_files_left_out_some_are_named(tmp_path, monkeypatch, capsys):
         (["--dataset", "tiny", "x.jsonl"], "tiny stands alone"),
         (["--dataset", "missing.jsonl"], "missing.jsonl: no such file or folder"),
         (["--datset", "tiny"], "unknown flag --datset; the nearest is --dataset"),
-        (["--max_rows", "-1"], "-1 is negative"),
+        (["--max_rows", "-1"], "-1 is out of range, wanted a whole number from 0;"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, flags, message):
