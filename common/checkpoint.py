@@ -17,10 +17,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError
+from common.json_files import anything, each, fault_of, figure, number, read_json, text, whole
 
 FORMAT_VERSION = 1
 STAGE_FILE = "stage.json"
 STAGES = ("base", "sft", "dpo", "reward", "rlhf-actor", "rlhf-critic")
+# What readers of a stage.json count on; what else it holds is for people.
+STAGE = {
+    "stage": text,
+    "format_version": whole,
+    "files": each(text),
+    "args?": each(anything),
+    "seed?": number,
+    "packages?": each(text),
+    "parents?": each({"path": text, "stage?": text, "sha256?": text}),
+    "data?": {"path?": text, "train?": text, "hash": text},
+    "metrics?": each(figure),
+}
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece")
 _HOW_TO_MAKE = {
@@ -179,13 +192,14 @@ def read_stage(folder: str | Path) -> dict | None:
     path = Path(folder) / STAGE_FILE
     if not path.exists():
         return None
-    try:
-        record = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid json ({error}); the folder is damaged, make it again") from error
-    version = record.get("format_version") if isinstance(record, dict) else None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+    advice = "the folder is damaged, or of another program: make it again"
+    record = read_json(path, {"format_version": whole}, advice)
+    if record["format_version"] != FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {record['format_version']}, this program reads {FORMAT_VERSION}; make it again"
+        )
+    if fault := fault_of(record, STAGE):
+        raise UserError(f"{path} {fault}; {advice}")
     return record
 
 
@@ -195,7 +209,7 @@ def verify(folder: str | Path) -> None:
     Raises:
         UserError: a file is missing or differs.
     """
-    for name, expected in ((read_stage(folder) or {}).get("files") or {}).items():
+    for name, expected in (read_stage(folder) or {"files": {}})["files"].items():
         path = Path(folder) / name
         if not path.exists():
             raise UserError(f"{path} is missing, though {STAGE_FILE} lists it; copy the folder whole or make it again")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common import names
+from common import json_files, names
 from common.chat_templates import BUILTIN_TEMPLATES
 from common.errors import RunFailed, Stopped, UserError, is_lost_contact
 
@@ -257,16 +257,34 @@ def read_config(path: Path, stages: tuple[str, ...] = ()) -> dict:
     """
     import yaml
 
+    class Once(yaml.SafeLoader):
+        """yaml's own takes the last of two equal keys."""
+
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise ValueError(f"has the key {twice!r} twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(path.read_text())  # json is a subset of yaml
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: {error}") from error
+        data = path.read_bytes()
+        if path.suffix == ".json":
+            content = json_files.parse_json(data)
+        else:
+            content = yaml.load(data.decode("utf-8-sig"), Once)  # json is a subset of yaml
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise UserError(f"--config {path}: neither yaml nor json: {' '.join(str(error).split())}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"--config {path}: holds a {type(content).__name__}, wanted `flag: value` pairs")
+        raise UserError(f"--config {path}: holds {json_files.shown(content)}, wanted `flag: value` pairs")
     if not {"stage", "format_version", "args"} <= content.keys():
         return content
+    schema = {"stage": json_files.text, "args": json_files.each(json_files.anything)}
+    if fault := json_files.fault_of(content, schema):
+        raise UserError(f"--config {path}: {fault}")
     if stages and content["stage"] not in stages:
         raise UserError(f"--config {path} is of stage {content['stage']!r}, wanted {' or '.join(map(repr, stages))}")
     return {name: value for name, value in content["args"].items() if name != "resume_from_checkpoint"}

@@ -26,6 +26,7 @@ from collections import deque
 from pathlib import Path
 
 from common.errors import UserError
+from common.json_files import anything, parse_json
 
 REPORTERS = ("tensorboard", "wandb")
 
@@ -78,10 +79,32 @@ def json_line(row: dict) -> str:
     return _NOT_IN_JSON.sub(lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
 
 
+def read_lines(path, schema=anything) -> tuple[list[dict], list[int], bool]:
+    """The complete lines of a file, the numbers of those that cannot be read, and whether the last is torn.
+
+    Args:
+        schema: of a line, see `json_files`.
+    """
+    *lines, rest = Path(path).read_bytes().split(b"\n")
+    rows, bad = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(parse_json(line, schema))
+        except ValueError:
+            bad.append(number)
+    return rows, bad, bool(rest)
+
+
 def read_jsonl(path) -> list[dict]:
-    """Every complete line of a file written here; a last line torn by a crash is left out."""
-    data = Path(path).read_bytes()
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line]
+    """Every complete line of a file written here; a last line torn by a crash is left out.
+
+    Raises:
+        UserError: another line cannot be read.
+    """
+    rows, bad, _ = read_lines(path)
+    if bad:
+        raise UserError(f"{path}: line {bad[0]} cannot be read as json; mend or remove it")
+    return rows
 
 
 def parse_report_to(names) -> tuple[str, ...]:

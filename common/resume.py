@@ -35,8 +35,16 @@ from common import checkpoint, distributed
 from common.engine import TrainedModel
 from common.errors import RunFailed, Stopped, UserError
 from common.functions import find_file, is_function
+from common.json_files import anything, each, parse_json, text, whole
 
 MANIFEST = "manifest.json"
+_SCHEMA = {
+    "step": whole,
+    "counters": each(anything),
+    "identity": each(anything),
+    "files": each({"size": whole, "sha256": text}),
+    "sha256": text,
+}
 _PREFIX, _STAGING = "checkpoint-", ".tmp-checkpoint-"
 _ECHO_SECONDS = 2.0  # a signal that follows another so soon is the same one, passed on by a launcher
 _LARGE = 2**30  # bytes of a file of somebody else's model that is known by its size alone
@@ -317,9 +325,9 @@ def verify(path: Path) -> dict:
         UserError: names the file and what is wrong with it.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = parse_json((path / MANIFEST).read_bytes(), _SCHEMA)
         stated = manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: no readable {MANIFEST} ({error})") from error
     if stated != _digest(manifest):
         raise UserError(f"{path}: {MANIFEST} was changed since it was written")

@@ -47,7 +47,7 @@ def parse_args(argv=None):
 def main(argv=None) -> None:
     out = parse_args(argv).out
     from common.checkpoint import atomic_write_text
-    from scripts.report_files import find_runs, read_evaluation, read_json
+    from scripts.report_files import find_runs, read_evaluation, read_object
     from scripts.report_glossary import read_chapters
     from scripts.report_words import verdict
 
@@ -55,7 +55,7 @@ def main(argv=None) -> None:
     chapters, problems = read_chapters(), []
     runs = find_runs(out, chapters, problems)
     evaluation = read_evaluation(out, problems)
-    summary = read_json(out / "summary.json", problems)
+    summary = read_object(out / "summary.json", problems)
     shuffled = (out / "settings").is_file() and b"SHUFFLE_PREFERENCES=1" in (out / "settings").read_bytes()
     bands, references = ({}, {}) if shuffled else tiny_reference(out, summary)
 

@@ -145,7 +145,7 @@ def test_a_damaged_record_or_one_of_another_version_is_refused(tmp_path):
     folder = make(tmp_path / "sft")
     record = (folder / "stage.json").read_text()
     (folder / "stage.json").write_text(record[:-20])
-    with pytest.raises(UserError, match="not valid json"):
+    with pytest.raises(UserError, match="is not json"):
         read_stage(folder)
     (folder / "stage.json").write_text(record.replace('"format_version": 1', '"format_version": 99'))
     with pytest.raises(UserError, match="format version 99, this program reads 1"):

@@ -422,7 +422,7 @@ def test_a_wrong_entry_names_file_and_key(tmp_path, text, message, capsys):
     [
         ("a: [1", "neither yaml nor json: while parsing a flow sequence"),
         ("- 1\n- 2", "holds a list, wanted `flag: value` pairs"),
-        ("", "holds a NoneType"),
+        ("", "holds null, wanted"),
         (None, "No such file"),
     ],
 )

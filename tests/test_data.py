@@ -92,8 +92,8 @@ def test_shares_other_than_step_0_dealt_out_are_refused(root):
         parent = {"data": {"path": str(root), "hash": "whole"}}
         with pytest.raises(UserError, match=f"--data_split {shares}, but step 0 dealt"):
             data.locate_or_inherit(None, parent, "sft", shares)
-    for lacking in ({"args": {}}, {"files": None}):
-        (root / "manifest.json").write_text(json.dumps(manifest | lacking))
+    for foreign in (manifest | {"args": {}}, {"name": "of another program"}):
+        (root / "manifest.json").write_text(json.dumps(foreign))
         with pytest.raises(UserError, match="has no record of a split by step 0; leave --data_split out"):
             data.locate(root, "sft", "2,4,4")
 
@@ -175,7 +175,7 @@ def test_locate_errors(root, tmp_path):
     assert "has a manifest but no parquet files" in refused(empty, "sft")
 
     (root / "manifest.json").write_text("{")
-    assert "manifest.json is damaged" in refused(root, "prompts")
+    assert "the file is damaged, prepare the data again" in refused(root, "prompts")
 
 
 def test_data_is_inherited_from_the_parent_model(root):

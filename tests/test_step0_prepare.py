@@ -550,7 +550,7 @@ def test_overwrite_deletes_only_prepared_data(tmp_path, monkeypatch, capsys):
     assert "is not from this program" in capsys.readouterr().err
     (out / "manifest.json").write_text("{")
     assert run(monkeypatch, *flags) == 2
-    assert "manifest.json is damaged" in capsys.readouterr().err
+    assert "remove the folder and prepare again" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_leaves_the_old_data(tmp_path, monkeypatch):
