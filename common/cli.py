@@ -22,6 +22,7 @@ from pathlib import Path
 from common import json_files, names
 from common.chat_templates import BUILTIN_TEMPLATES
 from common.errors import RunFailed, Stopped, UserError, is_lost_contact
+from common.printing import one_line
 
 # Threads that wait sleep instead of spinning: ten times faster as soon as anything else wants the cores. Read by OpenMP
 # when torch is imported, which is after this file.
@@ -64,12 +65,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--local_rank", type=whole(-1), default=-1, help=argparse.SUPPRESS)
 
     def error(self, message: str):
-        self.exit(2, f"error: {self.where}{message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {one_line(f'{self.where}{message}')}; see {self.prog} --help\n")
 
     def note(self, message: str) -> None:
         """A line on the terminal, once however many ranks there are."""
         if is_main_process():
-            print(f"note: {message}", file=sys.stderr)
+            print(f"note: {one_line(message)}", file=sys.stderr)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
         argv = self._translate(list(sys.argv[1:] if argv is None else argv))
@@ -313,7 +314,7 @@ def run(main: Callable[[], None]) -> int:
         return 1
     except Stopped as stopped:
         if is_main_process():
-            print(stopped, file=sys.stderr, flush=True)
+            print(one_line(stopped), file=sys.stderr, flush=True)
         return stopped.exit_code
     except RuntimeError as error:
         if not is_lost_contact(error):
@@ -347,7 +348,7 @@ def _report(error: Exception | str) -> None:
     if rank != "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         time.sleep(_WAIT_FOR_RANK_0)
-    print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+    print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 def launch(main: Callable[[], None]) -> None:

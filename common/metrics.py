@@ -27,6 +27,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.json_files import anything, parse_json
+from common.printing import printable
 
 REPORTERS = ("tensorboard", "wandb")
 
@@ -54,15 +55,7 @@ LABELS = {
 }
 SAMPLE_FIELDS = ("row", "prompt", "response", "score", "kl", "length", "truncated")
 
-# Control bytes (except newline and tab), direction overrides and lone surrogates: sampled text may hold any of them,
-# and a terminal obeys them.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _NOT_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """`text` with everything a terminal would obey turned into visible escapes (ESC becomes \\x1b)."""
-    return _UNPRINTABLE.sub(lambda m: m[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
 def number(value) -> float | int | None:

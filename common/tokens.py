@@ -44,6 +44,7 @@ from common.examples import (
     tokenise_sft,
 )
 from common.json_files import each, parse_json, text, whole
+from common.printing import say
 
 # Below this many rows one process is done before others have started, and there is nothing worth keeping.
 MANY_ROWS = 20_000
@@ -328,4 +329,4 @@ def _chunk_there(job: tuple) -> tuple[pa.RecordBatch, Report]:
 
 def _say(line: str) -> None:
     if is_main_process():
-        print(line, flush=True)
+        say(line)

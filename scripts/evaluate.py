@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli
 from common.errors import UserError
+from common.printing import printable, say
 
 MODEL_STAGES = ("sft", "rlhf-actor", "dpo", "base")
 
@@ -92,7 +93,7 @@ def main(argv=None) -> None:
     checkpoint.atomic_write_text(args.output, json.dumps(record, indent=1) + "\n")
     print_table(args, record)
     print_answers(args, answers)
-    print(f"written: {args.output} and {samples_file}")
+    say(f"written: {args.output} and {samples_file}")
 
 
 def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
@@ -101,7 +102,7 @@ def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
 
     files = locate_or_inherit(data, parent, "prompts")
     for note in files.notes:
-        print(note)
+        say(note)
     file = files.train if data is not None and Path(data).is_file() else files.eval
     if file is None:
         raise UserError(
@@ -110,7 +111,7 @@ def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
         )
     recorded = (parent or {}).get("data")
     if recorded and recorded["hash"] != files.hash and file == files.eval:
-        print(f"note: the first model was trained on {recorded['path']}: what is held out here may not have been there")
+        say(f"note: the first model was trained on {recorded['path']}: what is held out here may not have been there")
     return read_rows(file)
 
 
@@ -278,7 +279,7 @@ def print_table(args, record: dict) -> None:
 
 
 def print_answers(args, answers: list[list[dict]]) -> None:
-    from common.metrics import format_value, printable
+    from common.metrics import format_value
 
     for same_prompt in list(zip(*answers, strict=True))[: args.show]:
         print(f"prompt: {printable(same_prompt[0]['prompt'][-1]['content'])}")

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli, memory
 from common.errors import UserError
+from common.printing import say
 from scripts.plan_stages import GIB, Machine, Stage, plan
 
 STAGES = {
@@ -276,7 +277,7 @@ def print_tables(stages: list[Stage], machine: Machine, disks: list[Disk], args)
     print()
     for disk in disks:
         where = " and ".join(disk.folders)
-        print(f"disk: {gib(disk.need)} for {where}, free {gib(disk.free)}; data come on top")
+        say(f"disk: {gib(disk.need)} for {where}, free {gib(disk.free)}; data come on top")
 
 
 def print_json(stages: list[Stage], machine: Machine, disks: list[Disk]) -> None:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import cli
+from common.printing import say
 
 COUNTERS = ("num_tokens", "epoch", "episode")
 NOT_PHASES = ("step", "time", "total")  # of timings.jsonl
@@ -76,7 +77,7 @@ def main(argv=None) -> None:
     # 3. The page.
     html = render(page)
     atomic_write_text(out / "report.html", html)
-    print(f"report: {out / 'report.html'} ({len(html.encode()) / 1e6:.1f} MB)")
+    say(f"report: {out / 'report.html'} ({len(html.encode()) / 1e6:.1f} MB)")
 
 
 # ---- the tiny recipe has figures to compare with
@@ -332,7 +333,7 @@ def breakable(text):
     """A path or a name that a narrow column may break at its slashes and underscores."""
     from markupsafe import Markup, escape
 
-    from common.metrics import printable
+    from common.printing import printable
 
     return Markup(re.sub("[/_]", r"\g<0><wbr>", str(escape(printable(text)))))
 
@@ -345,7 +346,8 @@ def render(page: dict) -> str:
     """
     import jinja2
 
-    from common.metrics import format_seconds, printable
+    from common.metrics import format_seconds
+    from common.printing import printable
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),

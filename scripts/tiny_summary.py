@@ -244,7 +244,8 @@ def print_table(out: Path, summary: dict, known: dict) -> None:
 
 
 def print_before_and_after(out: Path) -> None:
-    from common.metrics import printable, read_jsonl
+    from common.metrics import read_jsonl
+    from common.printing import printable
 
     samples = read_jsonl(out / "evaluation.samples.jsonl")
     half = len(samples) // 2

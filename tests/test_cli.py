@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common import cli, names
-from common.errors import UserError
+from common.errors import RunFailed, Stopped, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["step0_data/prepare.py", "step1_sft/train.py", "step2_reward/train.py", "step3_rlhf/train.py"]
@@ -308,6 +308,46 @@ def test_a_number_out_of_range_is_told_with_its_range(words, wanted, capsys):
 def test_a_number_out_of_range_in_a_file_is_refused_too(tmp_path, capsys):
     for text in ("score_clip: .nan", "score_clip: -.inf", "seed: -1", "kl_target: 1e999"):
         assert "out of range" in refused(capsys, RL, "--config", config(tmp_path, text))
+
+
+# ---- outside text in a line
+
+NASTY = "oracle\x1b]2;title taken\x07\x1b[1A\x1b[2K\rdone: all is fine\nerror: \u202e\x9b2J"
+SHOWN = r"oracle\x1b]2;title taken\x07\x1b[1A\x1b[2K\rdone: all is fine\nerror: \u202e\x9b2J"
+
+
+def test_no_line_of_ours_is_obeyed_by_a_terminal(capsys, monkeypatch):
+    def failing(error):
+        def main():
+            raise error
+
+        return main
+
+    assert cli.run(failing(UserError(NASTY))) == 2 and cli.run(failing(RunFailed(NASTY))) == 1
+    assert cli.run(failing(Stopped(15, NASTY))) == 143
+    assert capsys.readouterr().err == f"error: {SHOWN}\nerror: {SHOWN}\n{SHOWN}\n"
+    cli.Parser("").note(NASTY)
+    assert capsys.readouterr().err == f"note: {SHOWN}\n"
+    assert SHOWN in refused(capsys, SFT, f"--{NASTY}=1").replace(r"\\", "\\")
+    assert r"\x1b]2;" in refused(capsys, SFT, "--seed", NASTY)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://user:secret@hub.example/api", "https://***@hub.example/api"),
+        ("http://user:se/c@ret@hub.example:80", "http://***@hub.example:80"),
+        ("https://hf_token@hub.example", "https://***@hub.example"),
+        ("https://hub.example:8080/a?b=c", "https://hub.example:8080/a?b=c"),
+        ("mail me@example.org: 3 // 4", "mail me@example.org: 3 // 4"),
+    ],
+)
+def test_a_password_in_an_address_is_not_shown(address, shown, capsys):
+    def main():
+        raise UserError(f"HF_ENDPOINT ({address}) cannot be reached")
+
+    cli.run(main)
+    assert capsys.readouterr().err == f"error: HF_ENDPOINT ({shown}) cannot be reached\n"
 
 
 # ---- files of settings
