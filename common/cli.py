@@ -357,6 +357,10 @@ def launch(main: Callable[[], None]) -> None:
     A rank of several that is done, or was stopped, ends without C++ destructors. All files are closed and the process group is left by
     then, but some thread is still joinable (we did not find whose), and tearing it down aborted some CPU runs at exit.
     """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        # Until the steps begin, which heed it themselves: what is done at exit is done, and the folder is left tidy. Of
+        # several ranks one may be waiting for another, where Python hears nothing.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     code = run(main)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -42,6 +42,7 @@ def main() -> None:
     # 1. Look at what is given, before anything heavy is loaded or written.
     from common import checkpoint, data, hub
 
+    checkpoint.check_output(args.output_dir)
     parent = checkpoint.require_stage(
         args.model_name_or_path, "--model", wanted=("sft", "base", "dpo", "rlhf-actor", "reward")
     )

@@ -145,6 +145,7 @@ def main() -> None:
     from common import checkpoint, data, hub
     from common.functions import is_function, load_function
 
+    checkpoint.check_output(args.output_dir, models=("actor", "critic"))
     actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
     critic_stage = checkpoint.require_stage(args.critic, "--critic", wanted=("reward", "rlhf-critic", "sft", "base"))
     if not args.reward and critic_stage and critic_stage["stage"] != "reward":
@@ -227,7 +228,13 @@ def main() -> None:
     parents |= {f"reward{i}": spec for i, spec in enumerate(reward_specs)}
     identity = resume.identity("rlhf-actor", vars(args), files.hash, parents)
     run = runs.Run(
-        cli.pick(runs.Reporting, args), cli.pick(resume.Saving, args), "step 3 RLHF", total_steps, identity, notes
+        cli.pick(runs.Reporting, args),
+        cli.pick(resume.Saving, args),
+        "step 3 RLHF",
+        total_steps,
+        identity,
+        notes,
+        models=("actor", "critic"),
     )
     log = run.log
     if args.top_p < 1 or args.top_k:
