@@ -90,7 +90,7 @@ def main() -> None:
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
-    log.say(f"{model.describe()}; {len(train)} conversations, {batches.size} a step, {total_steps} steps")
+    log.say(f"{model.describe()}; {len(train)} conversations, {batches.words(len(train))}")
 
     # 4. Train: a step's loss is its mean over all answer tokens, however they are cut into micro-batches and ranks.
     task = supervised.Task(

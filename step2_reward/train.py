@@ -105,7 +105,7 @@ def main() -> None:
         return model
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
-    log.say(f"{model.describe()}; {len(train)} pairs, {batches.size} a step, {total_steps} steps")
+    log.say(f"{model.describe()}; {len(train)} pairs, {batches.words(len(train))}")
 
     # 4. Train: a step's loss is its mean over all pairs, however they are cut into micro-batches and ranks.
     def loss(batch):

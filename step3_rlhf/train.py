@@ -138,6 +138,37 @@ def check(args) -> None:
         raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for {len(rewards)} reward sources")
 
 
+def count_steps(args, num_prompts: int, ranks: int) -> tuple[int, int, str]:
+    """(RL steps, optimizer steps, both in words). The last step takes what is left of the prompts.
+
+    Raises:
+        UserError: a step has fewer responses than there are ranks.
+    """
+    from common.batches import num_steps, step_rows
+
+    n, prompts_per_step = args.num_generations, args.rollout_batch_size // args.num_generations
+    epochs = None if args.max_steps else args.num_train_epochs
+    total = args.max_steps or num_steps(num_prompts, prompts_per_step, epochs)
+    first, last = (n * len(step_rows(at, prompts_per_step, num_prompts, args.seed, epochs)) for at in (0, total - 1))
+    if first < ranks:
+        raise UserError(
+            f"a step of {first} responses is less than the {ranks} ranks, and every rank needs one; raise "
+            f"--rollout_batch_size, or with few prompts set --max_steps or --num_generations"
+        )
+    words = ""
+    if last < ranks:
+        total, left, last = total - 1, last, first
+        words = f"; {left // n} prompt(s) left over at the end, too few for {ranks} ranks"
+    elif last < first:
+        words = f", the last one of {last}"
+    elif prompts_per_step > num_prompts and args.max_steps:
+        words = f"; a step takes {prompts_per_step} prompts, so each of the {num_prompts} comes several times in it"
+    minibatches = [math.ceil(responses / args.minibatch_size) for responses in (first, last)]
+    optimizer_steps = args.num_ppo_epochs * ((total - 1) * minibatches[0] + minibatches[1])
+    steps = f"{num_prompts} prompts; {total} RL steps of {first} responses{words}"
+    return total, optimizer_steps, f"{steps}, {optimizer_steps} optimizer steps"
+
+
 def main() -> None:
     args = parse_args()
 
@@ -216,13 +247,7 @@ def main() -> None:
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
-    responses = args.num_generations * len(step_rows(0, prompts_per_step, len(prompts), args.seed, epochs))
-    if responses < distributed.world_size():
-        raise UserError(
-            f"a step of {responses} responses is less than the {distributed.world_size()} ranks, and every rank needs one; raise --rollout_batch_size, or with few prompts set --max_steps or --num_generations"
-        )
-    total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
-    optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
+    total_steps, optimizer_steps, plan = count_steps(args, len(prompts), distributed.world_size())
     notes = [*files.notes, str(report), text.note, f"precision {why_dtype}"]
     parents = {"actor": args.actor, "critic": args.critic} | ({"ref": args.ref} if args.ref else {})
     parents |= {f"reward{i}": spec for i, spec in enumerate(reward_specs)}
@@ -324,9 +349,7 @@ def main() -> None:
         )
     log.say(f"actor   {actor.describe()}")
     log.say(f"critic  {critic.describe()}")
-    log.say(
-        f"{len(prompts)} prompts; {total_steps} RL steps of {args.rollout_batch_size} responses, {optimizer_steps} optimizer steps"
-    )
+    log.say(plan)
 
     # 4. Train.
     sampling = cli.pick(
