@@ -93,13 +93,16 @@ class Parser(argparse.ArgumentParser):
         return {option: it for it in self._actions for option in it.option_strings if option.startswith("--")}
 
     def _nearest(self, flag: str) -> str:
-        def likeness(known: str) -> float:
-            # People shorten names too: a good beginning counts nearly as much as the whole.
-            whole, beginning = (difflib.SequenceMatcher(None, flag, x).ratio() for x in (known, known[: len(flag) + 1]))
-            return max(whole, 0.95 * beginning)
+        """The flag that this is a misspelling, a beginning or an end of; nothing where none is close."""
+        typed = flag.strip("-")
 
-        best = max(self._known(), key=likeness)
-        return f"; the nearest is {best}" if likeness(best) >= 0.5 else ""
+        def likeness(known: str) -> float:
+            known = known.strip("-")
+            whole, beginning = (difflib.SequenceMatcher(None, typed, x).ratio() for x in (known, known[: len(typed)]))
+            return max(whole, 0.95 * beginning, 0.9 * known.endswith(f"_{typed}"))
+
+        best = max((option for option in self._known() if not option.startswith("--no-")), key=likeness)
+        return f"; the nearest is {best}" if len(typed) > 1 and likeness(best) >= 0.75 else ""
 
     def _translate(self, words: list[str]) -> list[str]:
         """The command line in our own names, with a note for each that another program has.
@@ -289,6 +292,20 @@ def read_config(path: Path, stages: tuple[str, ...] = ()) -> dict:
     if stages and content["stage"] not in stages:
         raise UserError(f"--config {path} is of stage {content['stage']!r}, wanted {' or '.join(map(repr, stages))}")
     return {name: value for name, value in content["args"].items() if name != "resume_from_checkpoint"}
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """What flags of a training script name has to be there; found out before anything heavy is loaded."""
+    from common.metrics import parse_report_to
+
+    if args.ds_config and not Path(args.ds_config).is_file():
+        raise UserError(f"--ds_config {args.ds_config}: no such file; wanted a DeepSpeed json, or leave it out")
+    asked = args.resume_from_checkpoint
+    if asked not in (None, "latest") and not Path(asked).is_dir():
+        raise UserError(
+            f"--resume_from_checkpoint {asked}: no such folder; without a name it takes the newest in --output_dir"
+        )
+    parse_report_to(args.report_to)
 
 
 def run(main: Callable[[], None]) -> int:

@@ -44,6 +44,10 @@ class DataFiles:
     notes: tuple[str, ...] = ()
     sha256: dict[Path, str] = field(default_factory=dict, compare=False)
 
+    def feeds(self, stage: str) -> bool:
+        """Whether a later stage finds its data beside these."""
+        return self.root is not None and (self.root / stage / "train.parquet").is_file()
+
     def record(self) -> dict[str, str | None]:
         """What `stage.json` keeps. Later stages find their data by the step-0 root; a bare file leads nowhere."""
         root = str(self.root.resolve()) if self.root else None

@@ -23,6 +23,17 @@ def find_file(spec: str) -> Path | None:
     return next((path for path in (Path(file), _ROOT / file) if file.endswith(".py") and path.is_file()), None)
 
 
+def require_file(spec: str, flag: str) -> Path:
+    """The same. Raises a UserError where there is none; `flag` is what named it."""
+    path = find_file(spec)
+    if path is None and spec.endswith(".py"):
+        raise UserError(f"{flag} {spec}: which function of it? wanted FILE.py:FUNCTION")
+    if path is None:
+        file = spec.rpartition(":")[0] or spec
+        raise UserError(f"{flag} {spec}: there is no file {file}; wanted FILE.py:FUNCTION or a model folder")
+    return path
+
+
 def load_function(spec: str, flag: str) -> tuple[Callable, ModuleType]:
     """The function with TRL's signature f(prompts, completions, **columns), and the module it lives in.
 
@@ -32,11 +43,7 @@ def load_function(spec: str, flag: str) -> tuple[Callable, ModuleType]:
         UserError: no such file or function, or a function of another signature.
     """
     file, _, name = spec.rpartition(":")
-    path = find_file(spec)
-    if path is None and spec.endswith(".py"):
-        raise UserError(f"{flag} {spec}: which function of it? wanted FILE.py:FUNCTION")
-    if path is None:
-        raise UserError(f"{flag} {spec}: there is no file {file or spec}; wanted FILE.py:FUNCTION or a model folder")
+    path = require_file(spec, flag)
     # The prefix keeps a user's json.py from taking the place of Python's.
     module_spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)

@@ -59,7 +59,7 @@ def parse_args(argv=None):
 
 def main(argv=None) -> None:
     args = parse_args(argv)
-    from common import checkpoint, metrics
+    from common import checkpoint, functions, metrics
 
     # 1. What can be wrong is found out before anything large is loaded.
     parents = [checkpoint.require_stage(path, "--model", MODEL_STAGES) for path in args.model]
@@ -68,6 +68,8 @@ def main(argv=None) -> None:
     for flag, path in (("--reward", args.reward), ("--judge", args.judge)):
         if path and Path(path).is_dir():
             checkpoint.require_stage(path, flag, ("reward",))
+        elif flag == "--judge":
+            functions.require_file(path, flag)
     rows = held_out_prompts(args.data, parents[0])
 
     # 2. Each model answers the same prompts, and its answers are scored.

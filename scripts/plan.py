@@ -146,6 +146,8 @@ def is_finished(name: str, command) -> bool:
 
 def look_around(args) -> Machine:
     gpu, ranks = args.gpu_gb, args.num_gpus
+    if ranks and ranks % args.num_nodes:
+        raise UserError(f"--num_gpus {ranks} cannot be spread evenly over --num_nodes {args.num_nodes}")
     if gpu is None or ranks is None:
         import torch
 

@@ -43,6 +43,7 @@ def main() -> None:
     from common import checkpoint, data, hub
 
     checkpoint.check_output(args.output_dir)
+    cli.check_files(args)
     parent = checkpoint.require_stage(
         args.model_name_or_path, "--model", wanted=("sft", "base", "dpo", "rlhf-actor", "reward")
     )
@@ -157,8 +158,12 @@ def main() -> None:
         )
         hub.push(upload, run.path, log.say)
     log.say(f"{'held-out' if files.eval else 'training'} accuracy {record['eval_accuracy']:.3f}")
-    actor = args.model_name_or_path if parent and parent["stage"] == "sft" else "models/sft"
-    run.finish(f"python step3_rlhf/train.py --actor {actor} --critic {run.path}")
+    # What answered like this model's rows is the actor; of a reward model that was trained on, it is not known.
+    actor = "ACTOR" if parent and parent["stage"] == "reward" else args.model_name_or_path
+    hint = f"python step3_rlhf/train.py --actor {actor} --critic {run.path}"
+    if (rlhf := run.path.parent / "rlhf") != Path("models/rlhf"):
+        hint += f" --output_dir {rlhf}"
+    run.finish(hint if files.feeds("prompts") else f"{hint} --data PROMPTS (these data have no prompts for step 3)")
 
 
 if __name__ == "__main__":

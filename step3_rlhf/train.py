@@ -174,9 +174,10 @@ def main() -> None:
 
     # 1. Look at what is given, before anything heavy is loaded or written.
     from common import checkpoint, data, hub
-    from common.functions import is_function, load_function
+    from common.functions import is_function, load_function, require_file
 
     checkpoint.check_output(args.output_dir, models=("actor", "critic"))
+    cli.check_files(args)
     actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
     critic_stage = checkpoint.require_stage(args.critic, "--critic", wanted=("reward", "rlhf-critic", "sft", "base"))
     if not args.reward and critic_stage and critic_stage["stage"] != "reward":
@@ -188,7 +189,9 @@ def main() -> None:
         checkpoint.require_stage(args.ref, "--ref", wanted=("sft", "dpo", "rlhf-actor", "base"))
     reward_specs = args.reward or [args.critic]
     for spec in reward_specs:
-        if not is_function(spec):
+        if is_function(spec) or spec.endswith(".py"):
+            require_file(spec, "--reward")
+        else:
             checkpoint.require_stage(spec, "--reward", wanted=("reward",))
     files = data.locate_or_inherit(args.data, actor_stage, "prompts", args.data_split)
     upload = cli.pick(hub.Hub, args)

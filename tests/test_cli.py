@@ -196,6 +196,50 @@ def test_mistakes_are_told_in_one_line(script, words, message, capsys):
     assert message in refused(capsys, script, *words)
 
 
+@pytest.mark.parametrize(
+    ("script", "flag", "near"),
+    [
+        (SFT, "learning_rte", "learning_rate"),
+        (SFT, "lerning_rate", "learning_rate"),
+        (SFT, "epochs", "num_train_epochs"),
+        (SFT, "warmup", "warmup_steps"),
+        (SFT, "resume", "resume_from_checkpoint"),
+        (SFT, "outputdir", "output_dir"),
+        (RL, "clip_range", "cliprange"),
+        (RL, "rollout_batchsize", "rollout_batch_size"),
+        (RL, "generations", "num_generations"),
+        (DATA, "data_set", "dataset"),
+        *[(SFT, flag, None) for flag in ("frobnicate", "flux_capacitor", "compile", "debug", "noise", "wandb_project")],
+        *[(RL, flag, None) for flag in ("judge", "curriculum", "replay_buffer", "agent", "tools", "port", "n")],
+        *[(DATA, flag, None) for flag in ("language", "dedup_threshold", "packing_size", "mask")],
+    ],
+)
+def test_only_a_close_name_is_named(script, flag, near, capsys):
+    said = refused(capsys, script, f"--{flag}", "1")
+    assert said.startswith(f"error: unknown flag --{flag}; {f'the nearest is --{near};' if near else 'see '}"), said
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "truth"),
+    [
+        (RL, "--use_vllm", "there is no vLLM yet"),
+        (RL, "--loss_type grpo", "there are no DPO, GRPO or other losses yet"),
+        (RM, "--loss_type sigmoid", "there are no DPO, GRPO or other losses yet"),
+        (RL, "--algorithm grpo", "PPO with a critic"),
+        (SFT, "--load_in_4bit", "weights are not quantised"),
+        (SFT, "--packing", "a row holds one conversation"),
+        (RM, "--dpo_beta 0.1", "there is no DPO yet"),
+        (RM, "--beta 0.1", "there is no DPO yet"),
+        (RL, "--epsilon_high 0.28", "step 3's --cliprange_high is"),
+        (RL, "--tensor_parallel_size 2", "--zero_stage 3"),
+        (SFT, "--use_flash_attn", "--attn_implementation flash_attention_2"),
+    ],
+)
+def test_what_is_not_there_yet_is_said_to_be_so(script, words, truth, capsys):
+    said = refused(capsys, script, *words.split())
+    assert said.startswith(f"error: there is no {words.split()[0]}") and truth in said and "nearest" not in said
+
+
 def test_a_typing_error_is_told_before_what_is_missing(capsys):
     assert "the nearest is --actor" in refused(capsys, RL, "--actr", "A", "--critic", "C", needed=False)
     assert "are required: --critic" in refused(capsys, RL, "--actor", "A", needed=False)
@@ -348,6 +392,46 @@ def test_a_password_in_an_address_is_not_shown(address, shown, capsys):
 
     cli.run(main)
     assert capsys.readouterr().err == f"error: HF_ENDPOINT ({shown}) cannot be reached\n"
+
+
+# ---- refusals come before anything heavy
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        (RL, "--actor base --critic reward --reward nowhere.py:f", "there is no file nowhere.py"),
+        (RL, "--actor base --critic reward --reward rewards.py", "which function of it?"),
+        (RL, "--actor reward --critic reward", "is of stage 'reward', wanted 'sft'"),
+        (RL, "--actor base --critic reward --output_dir done", "holds a finished run"),
+        (RL, "--actor base --critic reward --data nowhere", "--data nowhere: no such folder"),
+        (RM, "--model base", "--data is missing"),
+        (RM, "--model base --output_dir mixed", "holds other things (notes)"),
+        (SFT, "--model base --ds_config nowhere.json", "--ds_config nowhere.json: no such file"),
+        (SFT, "--model base --resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no such folder"),
+        (SFT, "--model base --report_to wandb", "the package is not installed"),
+        ("scripts/evaluate.py", "--model base --judge nowhere.py:f", "there is no file nowhere.py"),
+        ("scripts/evaluate.py", "--model reward --judge gold", "is of stage 'reward'"),
+        ("scripts/chat.py", "--model reward", "is of stage 'reward'"),
+        ("scripts/report.py", "nowhere", "nowhere: no such folder"),
+        ("scripts/plan.py", "--num_gpus 3 --num_nodes 2 -- step1_sft/train.py --model base", "cannot be spread evenly"),
+    ],
+)
+def test_what_needs_no_model_is_told_before_anything_heavy_is_loaded(tmp_path, script, words, said):
+    for folder, stage in (("base", "base"), ("reward", "reward"), ("done/actor", "rlhf-actor")):
+        record = {"stage": stage, "format_version": 1, "files": {}}
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "stage.json").write_text(json.dumps(record))
+    (tmp_path / "mixed/notes").mkdir(parents=True)
+    if "wandb" in words and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    command = [sys.executable, "-X", "importtime", ROOT / script, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    told = [line for line in lines if not line.startswith("import time:")]
+    assert done.returncode == 2 and len(told) == 1 and told[0].startswith("error: ") and said in told[0], told
+    loaded = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert not {"torch", "transformers", "deepspeed", "datasets"} & loaded
 
 
 # ---- files of settings
