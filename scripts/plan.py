@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -67,6 +68,8 @@ def parse_args(argv=None):
         default=None,
         help="GiB of free memory of one machine; default: as seen here",
     )
+    help = "GiB of free disk for models and checkpoints; default: as seen here"
+    flag("--disk_gb", type=cli.number(0, above=True), default=None, help=help)
     flag = parser.add_argument_group("time, by arithmetic").add_argument
     flag("--tflops", type=cli.number(0, above=True), default=300, help="TFLOP/s that one GPU keeps up")
     flag("--decode_ms", type=cli.number(0), default=30, help="milliseconds a token, of all responses decoded at once")
@@ -115,14 +118,17 @@ def main(argv=None) -> None:
             lineage.check_same_tokens(command.actor, command.critic, command.trust_remote_code)
 
     stages = [plan(name, command, machine, lineage, args) for name, command in open_]
-    disks = disk_needs(stages, lineage)
+    disks = disk_needs(stages, lineage, args.disk_gb)
     if args.json:
         print_json(stages, machine, disks)
     else:
         print_tables(stages, machine, disks, args)
     if faults := shortages(stages, machine) + full_disks(disks):
-        hint = what_would_fit(open_, machine, lineage, args) if shortages(stages, machine) else ""
-        raise UserError("; ".join([*faults, hint]).removesuffix("; "))
+        hints = [what_would_fit(open_, machine, lineage, args)] if shortages(stages, machine) else []
+        seen = {"--host_gb": "host memory" in " ".join(faults), "--disk_gb": "of disk" in " ".join(faults)}
+        asked = [flag for flag, matters in seen.items() if matters and getattr(args, flag[2:]) is None]
+        hints += [f"that is of this machine; for another give {' and '.join(asked)}"] * bool(asked)
+        raise UserError("; ".join([*faults, *hints]))
 
 
 def read_command(words: list[str]):
@@ -171,8 +177,11 @@ def free_host_memory() -> float:
     return available
 
 
-def disk_needs(stages: list[Stage], lineage) -> list[Disk]:
-    """Model folders, downloads, and the checkpoints of the stage that takes most for them, by file system."""
+def disk_needs(stages: list[Stage], lineage, disk_gb: float | None) -> list[Disk]:
+    """Model folders, downloads, and the checkpoints of the stage that takes most for them, by file system.
+
+    `disk_gb` is that of another machine, of whose file systems nothing is known: all are one.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     wanted = [(stage.folder, stage.disk) for stage in stages if stage.disk]
@@ -182,8 +191,9 @@ def disk_needs(stages: list[Stage], lineage) -> list[Disk]:
     found: dict[int, Disk] = {}
     for folder, size in wanted:
         there = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
-        device = os.stat(there).st_dev
-        so_far = found.get(device, Disk([], 0.0, shutil.disk_usage(there).free))
+        device = os.stat(there).st_dev if disk_gb is None else 0
+        free = shutil.disk_usage(there).free if disk_gb is None else disk_gb * GIB
+        so_far = found.get(device, Disk([], 0.0, free))
         folders = list(dict.fromkeys([*so_far.folders, str(folder)]))
         found[device] = Disk(folders, so_far.need + size, so_far.free)
     return list(found.values())
@@ -217,8 +227,9 @@ def full_disks(disks: list[Disk]) -> list[str]:
 def what_would_fit(commands: list, machine: Machine, lineage, args) -> str:
     """A change with which every stage would fit: flags, else more GPUs."""
 
-    def fits(changes: dict, ranks: int) -> bool:
-        there = dataclasses.replace(machine, ranks=ranks, ranks_per_node=min(ranks, machine.ranks_per_node))
+    def fits(changes: dict, ranks: int, host: float = machine.host) -> bool:
+        per_node = min(ranks, machine.ranks_per_node)
+        there = dataclasses.replace(machine, ranks=ranks, ranks_per_node=per_node, host=host)
         changed = []
         for name, command in commands:
             command = copy.copy(command)
@@ -234,6 +245,8 @@ def what_would_fit(commands: list, machine: Machine, lineage, args) -> str:
     for ranks in [machine.ranks * factor for factor in (2, 4, 8, 16) if machine.gpu]:
         if fits({}, ranks):
             return f"it would fit on {ranks} such GPUs"
+    if fits({}, machine.ranks, host=math.inf):
+        return "the GPUs hold it, the host does not: it takes a machine with more memory"
     return "no flag makes it fit here: take a smaller model or shorter rows"
 
 

@@ -193,6 +193,26 @@ def test_what_does_not_fit_is_refused_with_a_change_that_helps(bases, tmp_path, 
         plan.main(["--num_gpus", "8", "--gpu_gb", "2", "--host_gb", "900", *recipe(bases, tmp_path)])
 
 
+def test_what_is_of_this_machine_is_said_with_the_flag_for_another(bases, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "free_host_memory", lambda: 10 * GIB)
+    with pytest.raises(UserError) as caught:
+        plan.main([*MACHINE[:4], *recipe(bases, tmp_path)])
+    said = str(caught.value)
+    assert said.endswith(
+        "the GPUs hold it, the host does not: it takes a machine with more memory; that is of this machine; for "
+        "another give --host_gb"
+    )
+    with pytest.raises(UserError) as caught:
+        plan.main([*MACHINE[:4], "--host_gb", "10", *recipe(bases, tmp_path)])
+    assert "this machine" not in str(caught.value) and "no flag makes it fit" not in str(caught.value)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    with pytest.raises(UserError, match="that is of this machine; for another give --disk_gb"):
+        plan.main([*MACHINE, *recipe(bases, tmp_path)])
+    plan.main([*MACHINE, "--disk_gb", "400", *recipe(bases, tmp_path)])
+    with pytest.raises(UserError, match=r"take 392.4 GiB of disk, 300.0 are free; make room"):
+        plan.main([*MACHINE, "--disk_gb", "300", *recipe(bases, tmp_path)])
+
+
 def test_a_full_disk_is_seen_before_anything_is_written(bases, tmp_path, monkeypatch):
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
     with pytest.raises(UserError, match=r"take 392.4 GiB of disk, 1.0 are free; make room") as caught:
