@@ -13,13 +13,14 @@ import dataclasses
 import difflib
 import errno
 import json
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common import json_files, names
+from common import json_files, names, printing
 from common.chat_templates import BUILTIN_TEMPLATES
 from common.errors import RunFailed, Stopped, UserError, is_lost_contact
 from common.printing import one_line
@@ -312,6 +313,7 @@ def run(main: Callable[[], None]) -> int:
     """Runs an entry script: 0 done, 1 failed, 2 a mistake the user can mend, 130 Ctrl-C, 143 SIGTERM after saving."""
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no Chinese, say, is shown escapes
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    logging.setLogRecordFactory(printing.Record)
     try:
         main()
     except (UserError, RunFailed) as error:

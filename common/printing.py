@@ -1,5 +1,6 @@
 """The one door from outside text to a terminal or a log: nothing in it is obeyed, and no password is shown."""
 
+import logging
 import re
 
 # Control bytes (except newline and tab), direction overrides and lone surrogates: sampled text, rows and file names may
@@ -18,6 +19,13 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The same, with line ends as escapes too: for lines whose beginning says what they are."""
     return printable(text).replace("\n", "\\n")
+
+
+class Record(logging.LogRecord):
+    """What libraries log, by the same door: their retries name the address of the hub with its password."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
 
 
 def say(text: str) -> None:

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import importlib
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -392,6 +393,11 @@ def test_a_password_in_an_address_is_not_shown(address, shown, capsys):
 
     cli.run(main)
     assert capsys.readouterr().err == f"error: HF_ENDPOINT ({shown}) cannot be reached\n"
+
+
+def test_nor_in_what_libraries_log(caplog):
+    cli.run(lambda: logging.getLogger("huggingface_hub.utils").warning("HEAD %s\x1b[2J", "http://a:secret@b/c"))
+    assert caplog.messages == [r"HEAD http://***@b/c\x1b[2J"]
 
 
 # ---- refusals come before anything heavy

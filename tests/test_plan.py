@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,22 @@ def test_what_is_of_this_machine_is_said_with_the_flag_for_another(bases, tmp_pa
     plan.main([*MACHINE, "--disk_gb", "400", *recipe(bases, tmp_path)])
     with pytest.raises(UserError, match=r"take 392.4 GiB of disk, 300.0 are free; make room"):
         plan.main([*MACHINE, "--disk_gb", "300", *recipe(bases, tmp_path)])
+
+
+def test_a_hub_that_does_not_answer_is_asked_nothing(tmp_path):
+    """The client's own retries take half a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://user:secret@127.0.0.1:{closed.getsockname()[1]}"
+    environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k != "HF_HUB_OFFLINE"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/plan.py", *MACHINE, "--", "step1_sft/train.py", "--model", "Qwen/Qwen2.5-7B"],
+        capture_output=True,
+        text=True,
+        env=environment | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path)},
+    )
+    note, error = done.stderr.splitlines()
+    assert done.returncode == 2 and "Retrying" not in done.stderr and "secret" not in done.stderr
+    assert note.startswith("note: http://***@127.0.0.1:") and error.startswith("error: no model configuration")
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(bases, tmp_path, monkeypatch):
