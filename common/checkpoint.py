@@ -6,6 +6,7 @@ under a temporary name, fsynced and moved in; `stage.json` comes last, so no cra
 
 import atexit
 import difflib
+import fnmatch
 import hashlib
 import importlib.metadata
 import json
@@ -17,12 +18,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError
+from common.json_files import anything, each, fault_of, figure, number, read_json, text, whole
 
 FORMAT_VERSION = 1
 STAGE_FILE = "stage.json"
 ADAPTER_CONFIG = "adapter_config.json"  # what peft writes
 LOCK_FILE = ".lock"
+_FINISHED = (STAGE_FILE, f"actor/{STAGE_FILE}")
+_MOVING = ".publishing"  # the names that `publish` is moving in, while it does
 STAGES = ("base", "sft", "dpo", "reward", "rlhf-actor", "rlhf-critic")
+# What readers of a stage.json count on; what else it holds is for people.
+STAGE = {
+    "stage": text,
+    "format_version": whole,
+    "files": each(text),
+    "args?": each(anything),
+    "seed?": number,
+    "packages?": each(text),
+    "parents?": each({"path": text, "stage?": text, "sha256?": text}),
+    "data?": {"path?": text, "train?": text, "hash": text},
+    "metrics?": each(figure),
+}
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "sentencepiece")
 _HOW_TO_MAKE = {
@@ -32,6 +48,77 @@ _HOW_TO_MAKE = {
     "rlhf-actor": "python step3_rlhf/train.py --actor models/sft --critic models/reward",
     "rlhf-critic": "python step3_rlhf/train.py --actor models/sft --critic models/reward",
 }
+
+
+# What a run leaves in its folder beside its models, and our tools in it. The shell has a log open before we start.
+_RUN_FILES = ("metrics.jsonl", "timings.jsonl", "samples.jsonl", "report.html", "*.jsonl.tmp", "*.log")
+_RUN_FILES += ("evaluation.json", "evaluation.samples.jsonl")
+_RUN_FOLDERS = ("tensorboard", "wandb")
+# What transformers and peft read in a model's folder, wherever it came from.
+_LOADED = ("adapter_config.json", "adapter_model.*", "config.json", "generation_config.json", "model*.safetensors*")
+_LOADED += ("pytorch_model*", "chat_template*", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+_LOADED += ("vocab.*", "merges.txt", "*.py")
+
+
+def check_output(folder: str | Path, models: tuple[str, ...] = ("",)) -> None:
+    """Refuses a folder that a run cannot write to as its own. Needs no lock and loads nothing.
+
+    Args:
+        models: the folders in it that models go to; "" is itself.
+
+    Raises:
+        UserError: it is a file, holds a finished run, or things that no run leaves: they would lie among a model's
+            files, and a loader may read them.
+    """
+    folder = Path(folder)
+    _require_unfinished(folder, _FINISHED)
+    if others := foreign(folder, models):
+        raise UserError(
+            f"--output_dir {folder} holds other things ({', '.join(others[:3])}), which would lie among the files of "
+            f"the model; move them away or choose a new folder"
+        )
+
+
+def _require_unfinished(folder: Path, finished: tuple[str, ...]) -> None:
+    try:
+        file = next((it for it in (folder, *folder.parents) if it.exists() and not it.is_dir()), None)
+    except OSError as error:  # too long a name
+        raise UserError(f"--output_dir {folder} cannot be written: {error.strerror}; choose another") from error
+    if file:
+        raise UserError(f"--output_dir {folder}: {file} is a file; choose a folder")
+    if any((folder / name).exists() for name in finished):
+        raise UserError(f"{folder} holds a finished run; choose another --output_dir or remove the folder")
+
+
+def foreign(folder: Path, models: tuple[str, ...]) -> list[str]:
+    """What lies in a run's folder, or in those of its models, and is not of a run; names with a dot do not count."""
+    found = []
+    for place in dict.fromkeys(["", *models]):
+        here = sorted((folder / place).iterdir()) if (folder / place).is_dir() else []
+        ours = _published(folder / place) if place in models else set()
+        for path in here:
+            is_run = not place and (
+                _matches(path.name, _RUN_FOLDERS if path.is_dir() else _RUN_FILES)
+                or (path.is_dir() and path.name in models)
+                or (path.is_dir() and "checkpoint-" in path.name and (path / "manifest.json").exists())
+            )
+            if not (is_run or path.name in ours or path.name.startswith(".")):
+                found.append(str(path.relative_to(folder)))
+    return found
+
+
+def _published(folder: Path) -> set[str]:
+    """Names in a model's folder that `publish` has written there, or had begun to when it was killed."""
+    names = set()
+    if (folder / STAGE_FILE).exists():
+        names |= {STAGE_FILE, *read_stage(folder)["files"]}
+    if (folder / _MOVING).exists():
+        names |= read_json(folder / _MOVING, each(text), "remove the folder").keys()
+    return {Path(name).parts[0] for name in names}
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class RunFolder:
@@ -51,19 +138,13 @@ class RunFolder:
     def __init__(
         self,
         path: str | Path,
-        finished: tuple[str, ...] = (STAGE_FILE, f"actor/{STAGE_FILE}"),
+        finished: tuple[str, ...] = _FINISHED,
         main_process: bool = True,
     ):
         self.path = Path(path)
-        try:
-            file = next((it for it in (self.path, *self.path.parents) if it.exists() and not it.is_dir()), None)
-        except OSError as error:  # too long a name
-            raise UserError(f"--output_dir {path} cannot be written: {error.strerror}; choose another") from error
-        if file:
-            raise UserError(f"--output_dir {path}: {file} is a file; choose a folder")
-        if any((self.path / name).exists() for name in finished):
-            raise UserError(f"{path} holds a finished run; choose another --output_dir or remove the folder")
+        _require_unfinished(self.path, finished)
         self._lock = None
+        self._had_curves = (self.path / "tensorboard").exists()
         self._made = [part for part in (self.path, *self.path.parents) if not part.exists()]
         if main_process:
             import filelock
@@ -97,7 +178,10 @@ class RunFolder:
     def _leave(self) -> None:
         """At exit of a run that did not come to its end."""
         metrics = self.path / "metrics.jsonl"
-        if self.path in self._made and not (metrics.exists() and metrics.stat().st_size):
+        has_begun = metrics.exists() and metrics.stat().st_size > 0
+        if not (has_begun or self._had_curves):
+            shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+        if self.path in self._made and not has_begun:
             self._lock.release()
             shutil.rmtree(self.path, ignore_errors=True)
             self._remove_empty()
@@ -151,6 +235,7 @@ def publish(
             hashes[name] = hash_file(staging / name)
             fsync(staging / name)
         (folder / STAGE_FILE).unlink(missing_ok=True)
+        atomic_write_text(folder / _MOVING, json.dumps(hashes))
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / name, folder / name)
@@ -170,6 +255,7 @@ def publish(
         "files": hashes,
     }
     atomic_write_text(folder / STAGE_FILE, json.dumps(record, indent=1, sort_keys=True, default=str) + "\n")
+    (folder / _MOVING).unlink()
 
 
 def read_stage(folder: str | Path) -> dict | None:
@@ -181,13 +267,14 @@ def read_stage(folder: str | Path) -> dict | None:
     path = Path(folder) / STAGE_FILE
     if not path.exists():
         return None
-    try:
-        record = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid json ({error}); the folder is damaged, make it again") from error
-    version = record.get("format_version") if isinstance(record, dict) else None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+    advice = "the folder is damaged, or of another program: make it again"
+    record = read_json(path, {"format_version": whole}, advice)
+    if record["format_version"] != FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {record['format_version']}, this program reads {FORMAT_VERSION}; make it again"
+        )
+    if fault := fault_of(record, STAGE):
+        raise UserError(f"{path} {fault}; {advice}")
     return record
 
 
@@ -195,9 +282,18 @@ def verify(folder: str | Path) -> None:
     """Compares every file listed in `stage.json` with its hash; a foreign folder has nothing to compare.
 
     Raises:
-        UserError: a file is missing or differs.
+        UserError: a file is missing or differs, or another lies there that loaders would read too.
     """
-    for name, expected in ((read_stage(folder) or {}).get("files") or {}).items():
+    record = read_stage(folder)
+    if record is None:
+        return
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file() and path.name not in record["files"] and _matches(path.name, _LOADED):
+            raise UserError(
+                f"{path} is not of the stage that wrote this folder ({STAGE_FILE} does not list it), and would be "
+                f"loaded with the model; move it away"
+            )
+    for name, expected in record["files"].items():
         path = Path(folder) / name
         if not path.exists():
             raise UserError(f"{path} is missing, though {STAGE_FILE} lists it; copy the folder whole or make it again")

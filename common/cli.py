@@ -13,16 +13,17 @@ import dataclasses
 import difflib
 import errno
 import json
-import math
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common import launchers, names
+from common import json_files, launchers, names, printing
 from common.chat_templates import BUILTIN_TEMPLATES
 from common.errors import RunFailed, Stopped, UserError, is_lost_contact
+from common.printing import one_line
 
 # Threads that wait sleep instead of spinning: ten times faster as soon as anything else wants the cores. Read by OpenMP
 # when torch is imported, which is after this file.
@@ -62,15 +63,15 @@ class Parser(argparse.ArgumentParser):
             "--config", metavar="FILE", help="yaml, json or stage.json that sets flags; the command line wins"
         )
         # The DeepSpeed launcher passes it; LOCAL_RANK in the environment says the same.
-        self.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+        self.add_argument("--local_rank", type=whole(-1), default=-1, help=argparse.SUPPRESS)
 
     def error(self, message: str):
-        self.exit(2, f"error: {self.where}{message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {one_line(f'{self.where}{message}')}; see {self.prog} --help\n")
 
     def note(self, message: str) -> None:
         """A line on the terminal, once however many ranks there are."""
         if is_main_process():
-            print(f"note: {message}", file=sys.stderr)
+            print(f"note: {one_line(message)}", file=sys.stderr)
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
         argv = self._translate(list(sys.argv[1:] if argv is None else argv))
@@ -93,13 +94,16 @@ class Parser(argparse.ArgumentParser):
         return {option: it for it in self._actions for option in it.option_strings if option.startswith("--")}
 
     def _nearest(self, flag: str) -> str:
-        def likeness(known: str) -> float:
-            # People shorten names too: a good beginning counts nearly as much as the whole.
-            whole, beginning = (difflib.SequenceMatcher(None, flag, x).ratio() for x in (known, known[: len(flag) + 1]))
-            return max(whole, 0.95 * beginning)
+        """The flag that this is a misspelling, a beginning or an end of; nothing where none is close."""
+        typed = flag.strip("-")
 
-        best = max(self._known(), key=likeness)
-        return f"; the nearest is {best}" if likeness(best) >= 0.5 else ""
+        def likeness(known: str) -> float:
+            known = known.strip("-")
+            whole, beginning = (difflib.SequenceMatcher(None, typed, x).ratio() for x in (known, known[: len(typed)]))
+            return max(whole, 0.95 * beginning, 0.9 * known.endswith(f"_{typed}"))
+
+        best = max((option for option in self._known() if not option.startswith("--no-")), key=likeness)
+        return f"; the nearest is {best}" if len(typed) > 1 and likeness(best) >= 0.75 else ""
 
     def _translate(self, words: list[str]) -> list[str]:
         """The command line in our own names, with a note for each that another program has.
@@ -213,7 +217,7 @@ class Parser(argparse.ArgumentParser):
 
     def _convert(self, action: argparse.Action, key: str, value):
         if value is None:
-            if action.default is not None and action.type is not optional_float:
+            if action.default is not None and not getattr(action.type, "optional", False):
                 self.error(f"{key} is empty; give it a value or leave it out")
             return None
         if isinstance(action.default, bool) or action.nargs == 0:
@@ -258,25 +262,58 @@ def read_config(path: Path, stages: tuple[str, ...] = ()) -> dict:
     """
     import yaml
 
+    class Once(yaml.SafeLoader):
+        """yaml's own takes the last of two equal keys."""
+
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise ValueError(f"has the key {twice!r} twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(path.read_text())  # json is a subset of yaml
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: {error}") from error
+        data = path.read_bytes()
+        if path.suffix == ".json":
+            content = json_files.parse_json(data)
+        else:
+            content = yaml.load(data.decode("utf-8-sig"), Once)  # json is a subset of yaml
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise UserError(f"--config {path}: neither yaml nor json: {' '.join(str(error).split())}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"--config {path}: holds a {type(content).__name__}, wanted `flag: value` pairs")
+        raise UserError(f"--config {path}: holds {json_files.shown(content)}, wanted `flag: value` pairs")
     if not {"stage", "format_version", "args"} <= content.keys():
         return content
+    schema = {"stage": json_files.text, "args": json_files.each(json_files.anything)}
+    if fault := json_files.fault_of(content, schema):
+        raise UserError(f"--config {path}: {fault}")
     if stages and content["stage"] not in stages:
         raise UserError(f"--config {path} is of stage {content['stage']!r}, wanted {' or '.join(map(repr, stages))}")
     return {name: value for name, value in content["args"].items() if name != "resume_from_checkpoint"}
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """What flags of a training script name has to be there; found out before anything heavy is loaded."""
+    from common.metrics import parse_report_to
+
+    if args.ds_config and not Path(args.ds_config).is_file():
+        raise UserError(f"--ds_config {args.ds_config}: no such file; wanted a DeepSpeed json, or leave it out")
+    asked = args.resume_from_checkpoint
+    if asked not in (None, "latest") and not Path(asked).is_dir():
+        raise UserError(
+            f"--resume_from_checkpoint {asked}: no such folder; without a name it takes the newest in --output_dir"
+        )
+    parse_report_to(args.report_to)
 
 
 def run(main: Callable[[], None]) -> int:
     """Runs an entry script: 0 done, 1 failed, 2 a mistake the user can mend, 130 Ctrl-C, 143 SIGTERM after saving."""
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no Chinese, say, is shown escapes
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    logging.setLogRecordFactory(printing.Record)
     try:
         main()
     except (UserError, RunFailed) as error:
@@ -296,7 +333,7 @@ def run(main: Callable[[], None]) -> int:
         return 1
     except Stopped as stopped:
         if is_main_process():
-            print(stopped, file=sys.stderr, flush=True)
+            print(one_line(stopped), file=sys.stderr, flush=True)
         return stopped.exit_code
     except RuntimeError as error:
         if not is_lost_contact(error):
@@ -330,7 +367,7 @@ def _report(error: Exception | str) -> None:
     if rank != "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         time.sleep(_WAIT_FOR_RANK_0)
-    print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+    print(f"{'' if rank == '0' else f'[rank {rank}] '}error: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 def launch(main: Callable[[], None]) -> None:
@@ -342,6 +379,10 @@ def launch(main: Callable[[], None]) -> None:
 
     def as_a_rank() -> None:
         launchers.settle()
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            # Until the steps begin, which heed it themselves: what is done at exit is done, and the folder is left tidy.
+            # Of several ranks one may be waiting for another, where Python hears nothing.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         launchers.end_with_launcher()
         main()
 
@@ -364,18 +405,55 @@ def pick(record: type, args: argparse.Namespace, **overrides):
     return record(**({name: value for name, value in vars(args).items() if name in names} | overrides))
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1 (an argparse type)."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
+_MOST, _LARGEST = 2**31 - 1, 1e30  # limits of numbers that have no other: what 32 bits hold, as int and as float
 
 
-def natural(text: str) -> int:
-    """A whole number of at least 0 (an argparse type)."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return int(text)
+def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
+    """A whole number from `low` to `high` (an argparse type)."""
+
+    def convert(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            wanted = f"a whole number from {low}" + f" to {high}" * (high < _MOST or value > high)
+            raise argparse.ArgumentTypeError(f"{_short(text)} is out of range, wanted {wanted}")
+        return value
+
+    convert.__name__ = "whole number"  # what argparse calls it in its errors
+    return convert
+
+
+def number(low: float, high: float = _LARGEST, above: bool = False, optional: bool = False) -> Callable[[str], float]:
+    """A finite number from `low` to `high`, of which fp32 holds every one (an argparse type).
+
+    Args:
+        above: `low` itself is not allowed.
+        optional: `none` means off, and becomes None.
+    """
+
+    def convert(text: str) -> float | None:
+        if optional and text.lower() in ("none", "null"):
+            return None
+        value = float(text)
+        if not low <= value <= high or (above and value == low):  # NaN is in no range
+            wanted = f"a number {'above' if above else 'from'} {low:g}"
+            wanted += f" to {high:g}" * (high < _LARGEST or value > high) + " or none" * optional
+            raise argparse.ArgumentTypeError(f"{_short(text)} is out of range, wanted {wanted}")
+        return value
+
+    convert.__name__ = "number"
+    convert.optional = optional
+    return convert
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+positive, natural = whole(1), whole(0)
+# What every generator takes: numpy's old one has 32 bits.
+seed = whole(0, 2**32 - 1)
+# What sampling takes; step 3 divides by the temperature in training too, so there it is above 0.
+temperature, top_p = number(0, 100), number(0, 1, above=True)
 
 
 def shares(text: str) -> tuple[float, ...]:
@@ -397,26 +475,6 @@ def precision(text: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}.get(text, text)
 
 
-def number(low: float, high: float = math.inf) -> Callable[[str], float]:
-    """A finite number from `low` to `high` (an argparse type)."""
-
-    def convert(text: str) -> float:
-        value = float(text)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise argparse.ArgumentTypeError(
-                f"{text} is not a number from {low:g}" + f" to {high:g}" * (high < math.inf)
-            )
-        return value
-
-    convert.__name__ = "number"  # what argparse calls it in its errors
-    return convert
-
-
-def optional_float(text: str) -> float | None:
-    """A number, or `none` for off (an argparse type)."""
-    return None if text.lower() in ("none", "null") else float(text)
-
-
 def add_switch(group, name: str, default: bool, help: str) -> None:
     """`--name` and `--no-name`."""
     group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help)
@@ -436,7 +494,7 @@ def add_run_flags(parser: Parser, output_dir: str) -> None:
     group.add_argument("--data_split", type=share_list, default=None, metavar="S,P,R", help="refuse data that step 0 has dealt out in other shares; default: take them as they are")
     group.add_argument("--tokens_cache", default="auto", metavar="DIR", help="folder that keeps the tokens of prepared data, off for none; auto: of 20,000 rows or more, in .tokens beside the data")
     group.add_argument("--output_dir", default=output_dir, metavar="DIR", help="where the run writes; a finished run there is never overwritten")
-    group.add_argument("--seed", type=int, default=1, help="of everything drawn at random; same seed, same run")
+    group.add_argument("--seed", type=seed, default=1, help="of everything drawn at random; same seed, same run")
     group.add_argument("--logging_steps", type=positive, default=1, help="steps between lines on the terminal; files get every step")
     group.add_argument("--report_to", nargs="+", default=["tensorboard"], choices=["tensorboard", "wandb", "none"], help="where curves go besides metrics.jsonl")
     group.add_argument("--run_name", default=None, help="name shown by trackers; default: the output folder's")
@@ -466,7 +524,7 @@ def add_batch_flags(parser: Parser, rows: str) -> None:
     group.add_argument("--per_device_train_batch_size", type=positive, default=8, help=f"{rows} in one forward of one rank")
     group.add_argument("--gradient_accumulation_steps", type=positive, default=1, help="forwards per optimizer step")
     group.add_argument("--max_tokens_per_micro_batch", type=natural, default=0, metavar="N", help=f"cut a step's {rows} by length into forwards of at most N tokens, padding included; 0: into equal numbers")
-    group.add_argument("--num_train_epochs", type=number(1e-6), default=1.0, help=f"passes over the training {rows}")
+    group.add_argument("--num_train_epochs", type=number(1e-6, 1e6), default=1.0, help=f"passes over the training {rows}")
     group.add_argument("--max_steps", type=natural, default=0, help="optimizer steps; 0: as --num_train_epochs says")
     group.add_argument("--eval_steps", type=natural, default=0, help="steps between evaluations; 0: only at the end")
 
@@ -481,14 +539,14 @@ def add_optim_flags(parser: Parser, learning_rate: float, lr_scheduler_type: str
     group.add_argument("--weight_decay", type=number(0), default=0.0, help="AdamW's decoupled weight decay")
     group.add_argument("--adam_beta1", type=number(0, 0.99999), default=0.9, help="decay of the first moment")
     group.add_argument("--adam_beta2", type=number(0, 0.99999), default=0.95, help="decay of the second moment")
-    group.add_argument("--adam_epsilon", type=number(0), default=1e-8, help="added to the denominator")
+    group.add_argument("--adam_epsilon", type=number(0, 1, above=True), default=1e-8, help="added to the denominator")
     group.add_argument("--max_grad_norm", type=number(0), default=1.0, help="clip the global gradient norm; 0: off")
 
 
 def add_lora_flags(parser: Parser, dropout: bool):
     """Low-rank adapters; returns the group, for flags of further roles."""
     group = parser.add_argument_group("adapters (LoRA)")
-    group.add_argument("--lora_r", type=natural, default=0, help="rank; only adapters are trained then; 0: all weights are")
+    group.add_argument("--lora_r", type=whole(0, 65536), default=0, help="rank; only adapters are trained then; 0: all weights are")
     group.add_argument("--lora_alpha", type=number(1e-6), default=32, help="the adapter's update is scaled by alpha / r")
     group.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], help="names of the layers that get one; all-linear: all but the output layer")
     if dropout:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from common.checkpoint import hash_file
 from common.errors import UserError
+from common.json_files import each, many, number, read_json, text, whole
 
 COLUMNS = {
     "sft": ("messages",),
@@ -21,6 +22,16 @@ COLUMNS = {
     "pretrain": ("text",),
 }
 JSON_TEXT = {"encoding": "json"}  # metadata of a column whose cells are JSON: no type of parquet holds its values
+# What readers of step 0's manifest.json count on; what else it holds is for people.
+MANIFEST = {
+    "format_version": whole,
+    "hash": text,
+    "files": each(text),
+    "stages?": each(each(whole)),
+    "sources?": many({"source": text, "files?": many({"file": text, "sha256": text})}),
+    "warnings?": many(text),
+    "args?": {"split?": many(number)},
+}
 _PREPARE = "python step0_data/prepare.py --dataset {} --output_dir data"
 _HUB_NAME = re.compile(r"^\w[\w.-]*/[\w.-]*[\w-](:[\w./-]+)?(@[\w.-]+)?$")  # what looks like owner/name, for a hint
 
@@ -35,6 +46,10 @@ class DataFiles:
     hash: str
     notes: tuple[str, ...] = ()
     sha256: dict[Path, str] = field(default_factory=dict, compare=False)
+
+    def feeds(self, stage: str) -> bool:
+        """Whether a later stage finds its data beside these."""
+        return self.root is not None and (self.root / stage / "train.parquet").is_file()
 
     def record(self) -> dict[str, str | None]:
         """What `stage.json` keeps. Later stages find their data by the step-0 root; a bare file leads nowhere."""
@@ -154,12 +169,10 @@ def _read_manifest(root: Path) -> dict | None:
     path = root / "manifest.json"
     if not path.is_file():
         return None
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); prepare the data again") from error
-    ours = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) and "hash" in manifest
-    return manifest if ours else None  # many programs write a file of this name
+    advice = "the file is damaged, prepare the data again"
+    if not {"hash", "files"} & read_json(path, {}, advice).keys():
+        return None  # many programs write a file of this name
+    return read_json(path, MANIFEST, advice)
 
 
 def _fingerprint(manifest: dict | None, root: Path, actual: dict[Path, str]) -> tuple[str, tuple[str, ...]]:

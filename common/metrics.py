@@ -26,6 +26,8 @@ from collections import deque
 from pathlib import Path
 
 from common.errors import UserError
+from common.json_files import anything, parse_json, whole
+from common.printing import printable
 
 REPORTERS = ("tensorboard", "wandb")
 
@@ -53,15 +55,7 @@ LABELS = {
 }
 SAMPLE_FIELDS = ("row", "prompt", "response", "score", "kl", "length", "truncated")
 
-# Control bytes (except newline and tab), direction overrides and lone surrogates: sampled text may hold any of them,
-# and a terminal obeys them.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _NOT_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """`text` with everything a terminal would obey turned into visible escapes (ESC becomes \\x1b)."""
-    return _UNPRINTABLE.sub(lambda m: m[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
 def number(value) -> float | int | None:
@@ -78,10 +72,32 @@ def json_line(row: dict) -> str:
     return _NOT_IN_JSON.sub(lambda m: f"\\u{ord(m[0]):04x}", text) + "\n"
 
 
+def read_lines(path, schema=anything) -> tuple[list[dict], list[int], bool]:
+    """The complete lines of a file, the numbers of those that cannot be read, and whether the last is torn.
+
+    Args:
+        schema: of a line, see `json_files`.
+    """
+    *lines, rest = Path(path).read_bytes().split(b"\n")
+    rows, bad = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(parse_json(line, schema))
+        except ValueError:
+            bad.append(number)
+    return rows, bad, bool(rest)
+
+
 def read_jsonl(path) -> list[dict]:
-    """Every complete line of a file written here; a last line torn by a crash is left out."""
-    data = Path(path).read_bytes()
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line]
+    """Every complete line of a file written here; a last line torn by a crash is left out.
+
+    Raises:
+        UserError: another line cannot be read.
+    """
+    rows, bad, _ = read_lines(path)
+    if bad:
+        raise UserError(f"{path}: line {bad[0]} cannot be read as json; mend or remove it")
+    return rows
 
 
 def parse_report_to(names) -> tuple[str, ...]:
@@ -127,11 +143,22 @@ def on_terminal() -> bool:
 
 
 class _Lines:
-    """Appends JSON lines. Rows after `resume_step` are dropped first: a resumed run writes them again."""
+    """Appends JSON lines. Rows after `resume_step` are dropped first: a resumed run writes them again.
 
-    def __init__(self, path: Path, resume_step: int):
-        kept = [row for row in read_jsonl(path) if row["step"] <= resume_step] if path.exists() and resume_step else []
-        self.path, self.file = path, None
+    Args:
+        written: how many there were up to that step; None if that is not known.
+
+    `problem` says what of them is lost, if anything is.
+    """
+
+    def __init__(self, path: Path, resume_step: int, written: int | None = None):
+        rows, bad, _ = read_lines(path, {"step": whole}) if path.is_file() and resume_step else ([], [], False)
+        kept = [row for row in rows if row["step"] <= resume_step]
+        self.path, self.file, self.count, self.problem = path, None, len(kept), ""
+        if bad or (written or 0) > len(kept):
+            reason = f"line {bad[0]} cannot be read" if bad else "the others are gone" if kept else "it is gone"
+            of = "" if written is None else f" of {written}"
+            self.problem = f"warning: {path} has {len(kept)}{of} lines of the steps up to {resume_step}: {reason}"
         if kept:
             staged = path.with_name(path.name + ".tmp")
             staged.write_text("".join(map(json_line, kept)), encoding="utf-8")
@@ -140,6 +167,7 @@ class _Lines:
             path.unlink(missing_ok=True)
 
     def write(self, *rows: dict):
+        self.count += len(rows)
         if self.file is None:  # a stage that has no samples leaves no file of them
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         left = "".join(map(json_line, rows)).encode("utf-8")
@@ -159,7 +187,8 @@ class _Lines:
 class MetricsLogger:
     """Where a training loop sends numbers, samples and sentences; see the top of this file.
 
-    `resume_step` is the last step that an earlier part of the same run completed; 0 starts the files afresh.
+    `resume_step` is the last step that an earlier part of the same run completed; 0 starts the files afresh. `lines` is
+    what the method of that name gave then: `problems` says which of them are lost.
     """
 
     def __init__(
@@ -172,20 +201,24 @@ class MetricsLogger:
         main_process: bool = True,
         title: str = "",
         resume_step: int = 0,
+        lines: dict[str, int] | None = None,
     ):
         self.main_process = main_process
         self.total_steps, self.logging_steps = total_steps, max(1, logging_steps)
         self.columns: list[str] | None = None
         self.bar = self.tensorboard = self.wandb = None
+        self.files: list[_Lines] = []
+        self.problems: list[str] = []
         self.clock = deque([(resume_step, time.monotonic())], maxlen=20)
         if not main_process:
             return
         reporters = parse_report_to(report_to)
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.metrics_file = _Lines(run_dir / "metrics.jsonl", resume_step)
-        self.timings_file = _Lines(run_dir / "timings.jsonl", resume_step)
-        self.samples_file = _Lines(run_dir / "samples.jsonl", resume_step)
+        names, lines = ("metrics", "timings", "samples"), lines or {}
+        self.files = [_Lines(run_dir / f"{name}.jsonl", resume_step, lines.get(name)) for name in names]
+        self.metrics_file, self.timings_file, self.samples_file = self.files
+        self.problems = [file.problem for file in self.files if file.problem]
         if "tensorboard" in reporters:
             from torch.utils.tensorboard import SummaryWriter  # 1.4 s: only when asked for
 
@@ -235,9 +268,12 @@ class MetricsLogger:
 
     def sync(self):
         """Put on the disk what was logged so far: a checkpoint of this step will count on it."""
-        if self.main_process:
-            for file in (self.metrics_file, self.timings_file, self.samples_file):
-                file.sync()
+        for file in self.files:
+            file.sync()
+
+    def lines(self) -> dict[str, int]:
+        """How many lines each file has by now; none on other ranks than the main one."""
+        return {file.path.stem: file.count for file in self.files}
 
     def say(self, text: str):
         """Print a line that does not break the bar."""
@@ -257,8 +293,8 @@ class MetricsLogger:
         atexit.unregister(self.close)
         if self.bar:
             self.bar.stop()
-        for lines in (self.metrics_file, self.timings_file, self.samples_file):
-            lines.close()
+        for file in self.files:
+            file.close()
         if self.tensorboard:
             self.tensorboard.close()
         if self.wandb:

@@ -195,7 +195,36 @@ ELSEWHERE: dict[str, str] = {
     "--hub_token": "set HF_TOKEN, or log in with `hf auth login`",
     # TRL
     "--ptx_coef": "no pretraining loss is mixed in",
-    "--algorithm": "PPO with a critic is the one algorithm here; leave it out",
+    **_each(
+        "algorithm algo rl_algorithm advantage_estimator adv_estimator",
+        "PPO with a critic, and GAE by --gamma and --lam, is the one algorithm here; leave it out",
+    ),
+    "--loss_type": "step 1 learns by likelihood, step 2 by pairs, step 3 by PPO; there are no DPO, GRPO or other losses yet",
+    **_each(
+        "dpo dpo_beta label_smoothing reference_free f_divergence_type precompute_ref_log_probs rpo_alpha ld_alpha",
+        "there is no DPO yet; pairs train a reward model (step 2), and that a policy (step 3)",
+    ),
+    "--beta": "in step 3 it is --kl_coef; there is no DPO yet",
+    **_each(
+        "use_vllm vllm vllm_mode vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout "
+        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_num_engines vllm_model_impl use_sglang",
+        "there is no vLLM yet; step 3's --rollout_backend says what samples, in the processes that train",
+    ),
+    **_each("epsilon epsilon_low clip_eps", "step 3's --cliprange is the clip range, --cliprange_high that above 1"),
+    "--epsilon_high": "step 3's --cliprange_high is the clip range above 1",
+    "--num_iterations": "step 3's --num_ppo_epochs counts passes over a rollout batch",
+    "--scale_rewards": "there is no GRPO yet; step 3's --whiten_advantages scales over the rollout batch",
+    "--mask_truncated_completions": "step 3's --missing_eos_penalty charges a response cut by length",
+    **_each("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", "the reference stays as it is; leave it out"),
+    **_each("reward_funcs remote_rm_url", "step 3's --reward takes reward folders and FILE.py:FUNCTION"),
+    **_each(
+        "tensor_parallel_size pipeline_parallel_size sequence_parallel_size context_parallel_size "
+        "expert_parallel_size ring_attn_size",
+        "models are not split over GPUs but by --zero_stage 3",
+    ),
+    **_each("flash_attn use_flash_attn flash_attention", "--attn_implementation flash_attention_2"),
+    **_each("gradient_clipping clip_grad", "--max_grad_norm"),
+    "--finetuning_type": "--lora_r above 0 asks for adapters, 0 for all weights",
     "--preset": "every number of the published variants is a flag of its own; see step3_rlhf/README.md",
     "--vf_coef": "the critic is a model of its own; --critic_learning_rate says how fast it learns",
     "--total_episodes": "--max_steps = total_episodes / --rollout_batch_size",
@@ -215,7 +244,8 @@ ELSEWHERE: dict[str, str] = {
     "--use_peft": "--lora_r above 0 asks for adapters; leave it out",
     **_each("model_revision revision", "download that revision first and give its folder"),
     **_each(
-        "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant",
+        "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_compute_dtype use_bnb_nested_quant quantization_bit "
+        "qlora use_qlora",
         "weights are not quantised; to save memory see --zero_stage, --offload_param and --lora_r",
     ),
     **_each("dataset_config dataset_config_name dataset_train_split dataset_test_split", f"{_SOURCES} NAME:CONFIG@SPLIT"),

@@ -35,8 +35,16 @@ from common import checkpoint, distributed
 from common.engine import TrainedModel
 from common.errors import RunFailed, Stopped, UserError
 from common.functions import find_file, is_function
+from common.json_files import anything, each, parse_json, text, whole
 
 MANIFEST = "manifest.json"
+_SCHEMA = {
+    "step": whole,
+    "counters": each(anything),
+    "identity": each(anything),
+    "files": each({"size": whole, "sha256": text}),
+    "sha256": text,
+}
 _PREFIX, _STAGING = "checkpoint-", ".tmp-checkpoint-"
 _ECHO_SECONDS = 2.0  # a signal that follows another so soon is the same one, passed on by a launcher
 _LARGE = 2**30  # bytes of a file of somebody else's model that is known by its size alone
@@ -208,7 +216,8 @@ class Checkpoints:
             target.rename(staging.with_name(staging.name + "-replaced"))
         staging.rename(target)
         checkpoint.fsync(self.folder)
-        listed = _listed(self.folder)
+        # One further on is damaged, or is asked for by name later: it does not count, and stays.
+        listed = {at: path for at, path in _listed(self.folder).items() if at <= step}
         for old in sorted(listed)[: -self.limit]:
             # Renamed first: a removal cut short leaves nothing that looks like a checkpoint.
             listed[old].rename(self.folder / f"{_STAGING}{old}-pruned")
@@ -273,10 +282,13 @@ def _choose(folder: Path, saving: Saving, wanted: dict) -> tuple[tuple[str, dict
     for leftover in folder.glob(_STAGING + "*"):
         shutil.rmtree(leftover)  # of a run that was killed while saving
     listed, notes = _listed(folder), []
+    others = [path for path in sorted(folder.glob(f"[!.]*{_PREFIX}*")) + sorted(folder.glob(_PREFIX + "*"))]
+    others = [path for path in others if (path / MANIFEST).exists() and path not in listed.values()]
     if saving.resume_from_checkpoint is None:
-        if listed:
+        if listed or others:
+            newest = f"{_PREFIX}{max(listed)}" if listed else others[0].name
             raise UserError(
-                f"{folder} holds {_PREFIX}{max(listed)} of a run that did not finish; go on with "
+                f"{folder} holds {newest} of a run that did not finish; go on with "
                 f"--resume_from_checkpoint, choose another --output_dir, or remove the folder"
             )
         return None, notes
@@ -298,7 +310,8 @@ def _choose(folder: Path, saving: Saving, wanted: dict) -> tuple[tuple[str, dict
             continue
         _require_same_run(path, manifest["identity"], wanted)
         notes.append(f"resuming after step {manifest['step']} from {path}")
-        for step in [step for step in listed if step > manifest["step"] and candidates == [path]]:
+        newer = [] if saving.resume_from_checkpoint == "latest" else [at for at in listed if at > manifest["step"]]
+        for step in newer:
             # The run takes another way from here. What it had reached is kept, under a name that nobody resumes from.
             aside = listed[step].with_name(f"abandoned-{listed[step].name}-{uuid.uuid4().hex[:4]}")
             listed[step].rename(aside)
@@ -306,8 +319,15 @@ def _choose(folder: Path, saving: Saving, wanted: dict) -> tuple[tuple[str, dict
         return (str(path), manifest), notes
     if candidates:
         reasons = "; ".join(note.removeprefix("warning: ") for note in notes)
-        raise UserError(f"no checkpoint can be used: {reasons}; to start from the beginning, remove them")
-    return None, [f"no checkpoint in {folder}: starting at step 1"]
+        raise UserError(f"no checkpoint can be used: {reasons}; to start from the beginning, move them away")
+    if others:
+        # Nothing is begun anew beside what somebody, or an earlier run, has put aside.
+        raise UserError(
+            f"{folder} has no {_PREFIX}STEP to go on from, but {others[0].name}; rename it so, with the step that its "
+            f"{MANIFEST} says, or move it away to start at step 1"
+        )
+    again = "; metrics.jsonl begins anew" if (folder / "metrics.jsonl").exists() else ""
+    return None, [f"no checkpoint in {folder}: starting at step 1{again}"]
 
 
 def verify(path: Path) -> dict:
@@ -317,12 +337,15 @@ def verify(path: Path) -> dict:
         UserError: names the file and what is wrong with it.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = parse_json((path / MANIFEST).read_bytes(), _SCHEMA)
         stated = manifest.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: no readable {MANIFEST} ({error})") from error
     if stated != _digest(manifest):
         raise UserError(f"{path}: {MANIFEST} was changed since it was written")
+    name = f"{_PREFIX}{manifest['step']}"
+    if path.name != name:
+        raise UserError(f"{path} is of step {manifest['step']}; rename it to {name} to go on from it")
     here = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST}
     for name in sorted(manifest["files"].keys() | here):
         entry, file = manifest["files"].get(name), path / name

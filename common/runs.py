@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from common import distributed
-from common.checkpoint import LOCK_FILE, STAGE_FILE, RunFolder
+from common import checkpoint, distributed
+from common.checkpoint import LOCK_FILE, RunFolder
 from common.engine import TrainedModel
 from common.errors import Stopped, UserError
 from common.metrics import MetricsLogger
@@ -31,15 +31,24 @@ class Run:
         title: of the stage, for people.
         identity: what must not change between two parts of the run, see `resume.identity`.
         notes: said first.
+        models: the folders in it that models go to.
 
     Raises:
         UserError: the folder holds a finished run, another job writes to it, or it has checkpoints that do not fit.
     """
 
     def __init__(
-        self, reporting: Reporting, saving: Saving, title: str, total_steps: int, identity: dict, notes: list[str]
+        self,
+        reporting: Reporting,
+        saving: Saving,
+        title: str,
+        total_steps: int,
+        identity: dict,
+        notes: list[str],
+        models: tuple[str, ...] = ("",),
     ):
-        _refuse_foreign(Path(reporting.output_dir))
+        checkpoint.check_output(reporting.output_dir, models)
+        self.models = models
         self.folder = RunFolder(reporting.output_dir, main_process=distributed.is_main())
         _require_shared(self.folder.path)
         self.checkpoints = Checkpoints(self.folder.path, saving, total_steps, identity)
@@ -51,10 +60,11 @@ class Run:
             main_process=distributed.is_main(),
             title=reporting.run_name or title,
             resume_step=self.checkpoints.step,
+            lines=self.checkpoints.counters.get("lines"),
         )
         if total_steps < _FEW_STEPS:
             notes = [*notes, f"note: {total_steps} step(s) in all, which is a trial; learning takes hundreds"]
-        for note in (f"writing to {self.path}", *self.checkpoints.notes, *notes):
+        for note in (f"writing to {self.path}", *self.checkpoints.notes, *self.log.problems, *notes):
             self.log.say(note)
 
     @property
@@ -75,6 +85,7 @@ class Run:
             Stopped, RunFailed: see `Checkpoints.after_step`.
         """
         try:
+            counters = counters | {"lines": self.log.lines()}
             self.checkpoints.after_step(step, models, counters, before_saving=self.log.sync)
         except Stopped:
             self._close()
@@ -83,6 +94,8 @@ class Run:
     def finish(self, hand_off: str) -> None:
         """After the stage's folder is complete: removes checkpoints, says what to do next, leaves the process group."""
         self.checkpoints.remove_all()
+        if others := checkpoint.foreign(self.path, self.models):
+            self.log.say(f"warning: {self.path} also holds {', '.join(others[:3])}, which are not of this run")
         self.log.say(f"done: {self.path}; next: {hand_off}")
         self._close()
 
@@ -102,11 +115,3 @@ def _require_shared(path: Path) -> None:
             f"--output_dir {path}: rank {blind - 1} does not see what rank 0 has written there; with several nodes it "
             "has to be a folder on storage that all of them share"
         )
-
-
-def _refuse_foreign(path: Path) -> None:
-    """A folder with things in it that no run leaves: somebody else's files would lie among a model's."""
-    found = sorted(p.name for p in path.iterdir() if not p.name.startswith(".")) if path.is_dir() else []
-    ours = ("metrics.jsonl", "timings.jsonl", "tensorboard", "checkpoint-", STAGE_FILE, "actor", "critic")
-    if found and not any(name.startswith(ours) for name in found):
-        raise UserError(f"--output_dir {path} holds other things ({', '.join(found[:3])}); choose a new folder")

@@ -42,6 +42,12 @@ class Batches:
         """Optimizer steps of the whole run."""
         return self.max_steps or num_steps(num_examples, self.size, self.num_train_epochs)
 
+    def words(self, num_examples: int) -> str:
+        """How a run of these steps sees the examples."""
+        repeats = self.max_steps and self.size > num_examples
+        again = f", so each of the {num_examples} comes several times in it" if repeats else ""
+        return f"{self.size} a step{again}, {self.steps(num_examples)} steps"
+
     def rows(self, step: int, num_examples: int) -> list[int]:
         """Row numbers of a 0-based step."""
         return step_rows(step, self.size, num_examples, self.seed, None if self.max_steps else self.num_train_epochs)

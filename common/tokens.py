@@ -42,11 +42,15 @@ from common.examples import (
     tokenise_prompts,
     tokenise_sft,
 )
+from common.json_files import each, parse_json, text, whole
+from common.printing import say
 
 # Below this many rows one process is done before others have started, and there is nothing worth keeping.
 MANY_ROWS = 20_000
 _CHUNK = 1_000  # rows a process is given at once
 _MOST_PROCESSES = 32  # each holds about 0.2 GB
+_REPORT = {"what": text, "read": whole, "kept": whole, "set_aside": each(whole), "first": each(text)}
+_SEAL = {"what": each(text), "report": _REPORT, "size": whole, "sha256": text}
 _LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "jinja2", "pyarrow")
 
 _TOKENISE = {"sft": tokenise_sft, "preference": tokenise_pairs, "prompts": tokenise_prompts}
@@ -205,7 +209,7 @@ def _damage(path: Path, what: dict) -> str | None:
     if not sealed.exists():
         return ""
     try:
-        record = json.loads(sealed.read_text())
+        record = parse_json(sealed.read_bytes(), _SEAL)
         if record["what"] != what:
             return "is of other tokens"
         Report(**record["report"])
@@ -238,7 +242,7 @@ def _write(path: Path, kind: str, tokenizer, file: Path, limit: int, what: dict,
 
 
 def _open(kind: str, path: Path) -> tuple[Examples, Report]:
-    report = Report(**json.loads(path.with_suffix(".json").read_text())["report"])
+    report = Report(**parse_json(path.with_suffix(".json").read_bytes(), _SEAL)["report"])
     batches = list(pa.ipc.open_stream(pa.memory_map(str(path)))) if report.kept else []
     return Examples(_EXAMPLE[kind], batches), report
 
@@ -349,4 +353,4 @@ def _chunk_there(job: tuple) -> tuple[pa.RecordBatch, Report]:
 
 def _say(line: str) -> None:
     if is_main_process():
-        print(line, flush=True)
+        say(line)

@@ -65,7 +65,7 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("run").add_argument
     flag("--repeat", type=cli.positive, default=5, help="counted runs a side")
     flag("--threads", type=cli.natural, default=0, help="0: one for each core this process may use")
-    flag("--seed", type=int, default=1, help="of weights, prompts and sampling")
+    flag("--seed", type=cli.seed, default=1, help="of weights, prompts and sampling")
     flag("--output", type=Path, metavar="FILE", help="json with every timing")
     args = parser.parse_args(argv)
     args.threads = args.threads or len(os.sched_getaffinity(0))

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli
 from common.errors import UserError
+from common.printing import printable, say
 
 COMMANDS = __doc__[__doc__.index("    /help") :].rstrip()
 
@@ -45,10 +46,10 @@ def parse_args(argv=None):
     flag("--system", default=None, metavar="TEXT", help="a system message, put first")
     flag = parser.add_argument_group("sampling").add_argument
     flag("--max_completion_length", type=cli.positive, default=256, help="tokens of an answer, the stop token included")
-    flag("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy")
-    flag("--top_p", type=float, default=1.0, help="smallest set of tokens with this probability; 1: off")
+    flag("--temperature", type=cli.temperature, default=1.0, help="divides the logits; 0: greedy")
+    flag("--top_p", type=cli.top_p, default=1.0, help="smallest set of tokens with this probability; 1: off")
     flag("--top_k", type=cli.natural, default=0, help="the likeliest K tokens; 0: off")
-    flag("--seed", type=int, default=None, help="of the sampling noise; default: another one each time, shown")
+    flag("--seed", type=cli.seed, default=None, help="of the sampling noise; default: another one each time, shown")
     flag = parser.add_argument_group("loading").add_argument
     flag("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="auto: bf16 where the GPU has it")
     exclusive = parser.add_argument_group("models larger than the GPU").add_mutually_exclusive_group().add_argument
@@ -105,7 +106,7 @@ def main(argv=None) -> None:
     # 3. Talk.
     seed = random.randrange(2**31) if args.seed is None else args.seed
     for path, speaker in zip(paths, speakers, strict=True):
-        print(f"{path}: {speaker.model.template}{where(speaker.model.hf)}")
+        say(f"{path}: {speaker.model.template}{where(speaker.model.hf)}")
     print(f"{dtype} on {device.type}, seed {seed}. /help lists the commands, /quit ends.")
     opening = [{"role": "system", "content": args.system}] if args.system else []
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
@@ -218,7 +219,7 @@ def ask(speaker: Speaker, opening: list[dict], question: str, params, number: in
     prompt_ids, prompt = fitted
     if dropped := (len(asked) - len(prompt)) // 2:
         note(f"the oldest {dropped} turn{'s' * (dropped > 1)} no longer fit and are forgotten")
-    print(styled(f"{speaker.name}: ", "1"), end="", flush=True)
+    print(styled(f"{printable(speaker.name)}: ", "1"), end="", flush=True)
     text, ids = stream(speaker.model, prompt_ids, params, number)
     truncated = not ids or ids[-1] not in params.stop_ids
     remarks = [f"cut after {len(ids)} tokens"] * truncated
@@ -234,7 +235,7 @@ def ask(speaker: Speaker, opening: list[dict], question: str, params, number: in
 
 def stream(model, prompt_ids: list[int], params, number: int) -> tuple[str, list[int]]:
     """Samples an answer and prints it as far as its text is certain; its text and ids. Ctrl-C cuts it short."""
-    from common.metrics import printable
+    from common.printing import printable
 
     ids, shown = [], ""
     with contextlib.suppress(KeyboardInterrupt):
@@ -272,7 +273,7 @@ def sampled_tokens(model, prompt_ids: list[int], params, number: int) -> Iterato
 
 
 def note(text: str) -> None:
-    print(styled(f"({text})", "2"))
+    print(styled(f"({printable(text)})", "2"))
 
 
 def styled(text: str, code: str) -> str:

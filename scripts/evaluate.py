@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli
 from common.errors import RunFailed, UserError
+from common.printing import printable, say
 
 MODEL_STAGES = ("sft", "rlhf-actor", "dpo", "base")
 
@@ -41,12 +42,12 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("sampling").add_argument
     flag("--num_samples", type=cli.positive, default=256, help="answers a model, spread evenly over the prompts")
     flag("--best_of", type=cli.natural, default=0, help="also judge the best of N answers a prompt; 0: off")
-    flag("--temperature", type=float, default=1.0, help="divides the logits; 0: greedy")
-    flag("--top_p", type=float, default=1.0, help="smallest set of tokens with this probability; 1: off")
+    flag("--temperature", type=cli.temperature, default=1.0, help="divides the logits; 0: greedy")
+    flag("--top_p", type=cli.top_p, default=1.0, help="smallest set of tokens with this probability; 1: off")
     flag("--top_k", type=cli.natural, default=0, help="the likeliest K tokens; 0: off")
     flag("--max_prompt_length", type=cli.positive, default=512, help="tokens; longer prompts are set aside and counted")
     flag("--max_completion_length", type=cli.positive, default=256, help="tokens, the stop token included")
-    flag("--seed", type=int, default=1, help="of the sampling noise and the bootstrap")
+    flag("--seed", type=cli.seed, default=1, help="of the sampling noise and the bootstrap")
     flag = parser.add_argument_group("run").add_argument
     flag("--output", type=Path, default=Path("evaluation.json"), metavar="FILE", help="where the figures go")
     flag("--batch_size", type=cli.positive, default=64, help="answers generated or scored at once")
@@ -67,12 +68,11 @@ def main(argv=None) -> None:
     parents = [checkpoint.require_stage(path, "--model", MODEL_STAGES) for path in args.model]
     if args.ref:
         checkpoint.require_stage(args.ref, "--ref", MODEL_STAGES)
-    if args.reward:
-        checkpoint.require_stage(args.reward, "--reward", ("reward",))
-    if Path(args.judge).is_dir():
-        checkpoint.require_stage(args.judge, "--judge", ("reward",))
-    else:
-        functions.require_file(args.judge, "--judge")
+    for flag, path in (("--reward", args.reward), ("--judge", args.judge)):
+        if path and Path(path).is_dir():
+            checkpoint.require_stage(path, flag, ("reward",))
+        elif flag == "--judge":
+            functions.require_file(path, flag)
     rows = held_out_prompts(args.data, parents[0])
 
     # 2. Each model answers the same prompts, and its answers are scored.
@@ -103,7 +103,7 @@ def main(argv=None) -> None:
     unjudged.file.unlink()
     print_table(args, record)
     print_answers(args, answers)
-    print(f"written: {args.output} and {samples_file}")
+    say(f"written: {args.output} and {samples_file}")
 
 
 def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
@@ -112,7 +112,7 @@ def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
 
     files = locate_or_inherit(data, parent, "prompts")
     for note in files.notes:
-        print(note)
+        say(note)
     file = files.train if data is not None and Path(data).is_file() else files.eval
     if file is None:
         raise UserError(
@@ -121,7 +121,7 @@ def held_out_prompts(data: str | None, parent: dict | None) -> list[dict]:
         )
     recorded = (parent or {}).get("data")
     if recorded and recorded["hash"] != files.hash and file == files.eval:
-        print(f"note: the first model was trained on {recorded['path']}: what is held out here may not have been there")
+        say(f"note: the first model was trained on {recorded['path']}: what is held out here may not have been there")
     return read_rows(file)
 
 
@@ -356,7 +356,7 @@ def print_table(args, record: dict) -> None:
 
 
 def print_answers(args, answers: list[list[dict]]) -> None:
-    from common.metrics import format_value, printable
+    from common.metrics import format_value
 
     for same_prompt in list(zip(*answers, strict=True))[: args.show]:
         print(f"prompt: {printable(same_prompt[0]['prompt'][-1]['content'])}")

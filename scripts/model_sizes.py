@@ -1,14 +1,20 @@
 """Sizes of models by their configuration alone, and where the folders of a recipe come from: for scripts/plan.py."""
 
+import functools
 import os
+import socket
+import sys
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 
 from common import chat_format, models
 from common.errors import UserError
 from common.memory import Shape
+from common.printing import printable
 
 
 class Lineage:
@@ -45,6 +51,8 @@ class Lineage:
         """The sizes of a language model or, with `scalar`, of a reward model made from it."""
         key = self.root(path), scalar
         if key not in self.known:
+            if not Path(key[0]).exists():
+                without_waiting()
             self.known[key], weight_bytes = read_shape(*key, trust_remote_code)
             if not Path(key[0]).exists() and not is_cached(key[0]):
                 self.downloads[key[0]] = weight_bytes * self.known[key].parameters
@@ -74,6 +82,22 @@ class Lineage:
                 f"{critic} has another chat template than {actor}: it would learn to judge one format and be shown "
                 "another; take two models of one family, or give both folders the same chat_template.jinja"
             )
+
+
+@functools.cache
+def without_waiting(seconds: float = 5.0) -> None:
+    """Where the hub cannot be reached, asks it nothing: its client tries for half a minute, for each file."""
+    if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), timeout=seconds).close()
+    except (OSError, ValueError):
+        constants.HF_HUB_OFFLINE = True
+        print(
+            printable(f"note: {constants.ENDPOINT} does not answer; of the hub only the cache counts"), file=sys.stderr
+        )
 
 
 def read_shape(path: str, scalar: bool, trust_remote_code: bool) -> tuple[Shape, int]:

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli, memory
 from common.errors import UserError
+from common.printing import say
 from scripts.plan_stages import GIB, Machine, Stage, plan
 
 STAGES = {
@@ -54,11 +56,23 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("machine").add_argument
     flag("--num_gpus", type=cli.positive, default=None, help="ranks, over all nodes; default: the GPUs seen here")
     flag("--num_nodes", type=cli.positive, default=1, help="machines they are spread over, evenly")
-    flag("--gpu_gb", type=float, default=None, help="GiB of one GPU (an 80 GB card: 79); 0: CPU; default: as seen here")
-    flag("--host_gb", type=float, default=None, help="GiB of free memory of one machine; default: as seen here")
+    flag(
+        "--gpu_gb",
+        type=cli.number(0),
+        default=None,
+        help="GiB of one GPU (an 80 GB card: 79); 0: CPU; default: as seen here",
+    )
+    flag(
+        "--host_gb",
+        type=cli.number(0, above=True),
+        default=None,
+        help="GiB of free memory of one machine; default: as seen here",
+    )
+    help = "GiB of free disk for models and checkpoints; default: as seen here"
+    flag("--disk_gb", type=cli.number(0, above=True), default=None, help=help)
     flag = parser.add_argument_group("time, by arithmetic").add_argument
-    flag("--tflops", type=float, default=300, help="TFLOP/s that one GPU keeps up")
-    flag("--decode_ms", type=float, default=30, help="milliseconds a token, of all responses decoded at once")
+    flag("--tflops", type=cli.number(0, above=True), default=300, help="TFLOP/s that one GPU keeps up")
+    flag("--decode_ms", type=cli.number(0), default=30, help="milliseconds a token, of all responses decoded at once")
     flag = parser.add_argument_group("output").add_argument
     flag("--json", action="store_true", help="print the plan as json")
     ours, *commands = split(words, "--")
@@ -104,14 +118,17 @@ def main(argv=None) -> None:
             lineage.check_same_tokens(command.actor, command.critic, command.trust_remote_code)
 
     stages = [plan(name, command, machine, lineage, args) for name, command in open_]
-    disks = disk_needs(stages, lineage)
+    disks = disk_needs(stages, lineage, args.disk_gb)
     if args.json:
         print_json(stages, machine, disks)
     else:
         print_tables(stages, machine, disks, args)
     if faults := shortages(stages, machine) + full_disks(disks):
-        hint = what_would_fit(open_, machine, lineage, args) if shortages(stages, machine) else ""
-        raise UserError("; ".join([*faults, hint]).removesuffix("; "))
+        hints = [what_would_fit(open_, machine, lineage, args)] if shortages(stages, machine) else []
+        seen = {"--host_gb": "host memory" in " ".join(faults), "--disk_gb": "of disk" in " ".join(faults)}
+        asked = [flag for flag, matters in seen.items() if matters and getattr(args, flag[2:]) is None]
+        hints += [f"that is of this machine; for another give {' and '.join(asked)}"] * bool(asked)
+        raise UserError("; ".join([*faults, *hints]))
 
 
 def read_command(words: list[str]):
@@ -135,6 +152,8 @@ def is_finished(name: str, command) -> bool:
 
 def look_around(args) -> Machine:
     gpu, ranks = args.gpu_gb, args.num_gpus
+    if ranks and ranks % args.num_nodes:
+        raise UserError(f"--num_gpus {ranks} cannot be spread evenly over --num_nodes {args.num_nodes}")
     if gpu is None or ranks is None:
         import torch
 
@@ -147,8 +166,11 @@ def look_around(args) -> Machine:
     return Machine(ranks, ranks // args.num_nodes, gpu * GIB if gpu else None, host)
 
 
-def disk_needs(stages: list[Stage], lineage) -> list[Disk]:
-    """Model folders, downloads, and the checkpoints of the stage that takes most for them, by file system."""
+def disk_needs(stages: list[Stage], lineage, disk_gb: float | None) -> list[Disk]:
+    """Model folders, downloads, and the checkpoints of the stage that takes most for them, by file system.
+
+    `disk_gb` is that of another machine, of whose file systems nothing is known: all are one.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     wanted = [(stage.folder, stage.disk) for stage in stages if stage.disk]
@@ -158,8 +180,9 @@ def disk_needs(stages: list[Stage], lineage) -> list[Disk]:
     found: dict[int, Disk] = {}
     for folder, size in wanted:
         there = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
-        device = os.stat(there).st_dev
-        so_far = found.get(device, Disk([], 0.0, shutil.disk_usage(there).free))
+        device = os.stat(there).st_dev if disk_gb is None else 0
+        free = shutil.disk_usage(there).free if disk_gb is None else disk_gb * GIB
+        so_far = found.get(device, Disk([], 0.0, free))
         folders = list(dict.fromkeys([*so_far.folders, str(folder)]))
         found[device] = Disk(folders, so_far.need + size, so_far.free)
     return list(found.values())
@@ -193,8 +216,9 @@ def full_disks(disks: list[Disk]) -> list[str]:
 def what_would_fit(commands: list, machine: Machine, lineage, args) -> str:
     """A change with which every stage would fit: flags, else more GPUs."""
 
-    def fits(changes: dict, ranks: int) -> bool:
-        there = dataclasses.replace(machine, ranks=ranks, ranks_per_node=min(ranks, machine.ranks_per_node))
+    def fits(changes: dict, ranks: int, host: float = machine.host) -> bool:
+        per_node = min(ranks, machine.ranks_per_node)
+        there = dataclasses.replace(machine, ranks=ranks, ranks_per_node=per_node, host=host)
         changed = []
         for name, command in commands:
             command = copy.copy(command)
@@ -210,6 +234,8 @@ def what_would_fit(commands: list, machine: Machine, lineage, args) -> str:
     for ranks in [machine.ranks * factor for factor in (2, 4, 8, 16) if machine.gpu]:
         if fits({}, ranks):
             return f"it would fit on {ranks} such GPUs"
+    if fits({}, machine.ranks, host=math.inf):
+        return "the GPUs hold it, the host does not: it takes a machine with more memory"
     return "no flag makes it fit here: take a smaller model or shorter rows"
 
 
@@ -255,7 +281,7 @@ def print_tables(stages: list[Stage], machine: Machine, disks: list[Disk], args)
     print()
     for disk in disks:
         where = " and ".join(disk.folders)
-        print(f"disk: {gib(disk.need)} for {where}, free {gib(disk.free)}; data come on top")
+        say(f"disk: {gib(disk.need)} for {where}, free {gib(disk.free)}; data come on top")
 
 
 def print_json(stages: list[Stage], machine: Machine, disks: list[Disk]) -> None:

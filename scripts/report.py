@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import cli
+from common.printing import say
 
 COUNTERS = ("num_tokens", "epoch", "episode")
 NOT_PHASES = ("step", "time", "total")  # of timings.jsonl
@@ -47,7 +48,7 @@ def parse_args(argv=None):
 def main(argv=None) -> None:
     out = parse_args(argv).out
     from common.checkpoint import atomic_write_text
-    from scripts.report_files import find_runs, read_evaluation, read_json
+    from scripts.report_files import find_runs, read_evaluation, read_object
     from scripts.report_glossary import read_chapters
     from scripts.report_words import verdict
 
@@ -55,7 +56,7 @@ def main(argv=None) -> None:
     chapters, problems = read_chapters(), []
     runs = find_runs(out, chapters, problems)
     evaluation = read_evaluation(out, problems)
-    summary = read_json(out / "summary.json", problems)
+    summary = read_object(out / "summary.json", problems)
     shuffled = (out / "settings").is_file() and b"SHUFFLE_PREFERENCES=1" in (out / "settings").read_bytes()
     bands, reference = ({}, {}) if shuffled else tiny_reference(out, summary)
 
@@ -76,7 +77,7 @@ def main(argv=None) -> None:
     # 3. The page.
     html = render(page)
     atomic_write_text(out / "report.html", html)
-    print(f"report: {out / 'report.html'} ({len(html.encode()) / 1e6:.1f} MB)")
+    say(f"report: {out / 'report.html'} ({len(html.encode()) / 1e6:.1f} MB)")
 
 
 # ---- the tiny recipe has figures to compare with
@@ -354,7 +355,7 @@ def breakable(text):
     """A path or a name that a narrow column may break at its slashes and underscores."""
     from markupsafe import Markup, escape
 
-    from common.metrics import printable
+    from common.printing import printable
 
     return Markup(re.sub("[/_]", r"\g<0><wbr>", str(escape(printable(text)))))
 
@@ -367,7 +368,8 @@ def render(page: dict) -> str:
     """
     import jinja2
 
-    from common.metrics import format_seconds, printable
+    from common.metrics import format_seconds
+    from common.printing import printable
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).resolve().parent),

@@ -3,8 +3,6 @@
 Files may be missing, torn, damaged or still being written. What cannot be read is left out and said in `problems`.
 """
 
-import json
-import math
 import os
 import re
 import subprocess
@@ -12,8 +10,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checkpoint import STAGE
 from common.errors import UserError
+from common.json_files import anything, each, many, number, read_json, text, whole
+from common.metrics import read_lines
 from scripts.report_glossary import Chapter
+
+EVALUATION = {"judge": text, "models": many({"model": text}), "differences": many({"model": text})}
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Evaluation:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return number.test(value)
 
 
 def points(rows: list[dict], *names: str) -> tuple[list, ...]:
@@ -84,13 +87,12 @@ def find_runs(out: Path, chapters: list[Chapter], problems: list[str]) -> list[R
 
 def read_run(folder: Path, chapters: list[Chapter], problems: list[str]) -> Run:
     """One stage. Its chapter is the one that explains most of its metrics."""
-    record = read_json(folder / "stage.json", problems)
-    record = record or read_json(folder / "actor" / "stage.json", problems)  # step 3 leaves two models
-    args = (record or {}).get("args")
+    record = read_object(folder / "stage.json", problems, STAGE)
+    record = record or read_object(folder / "actor" / "stage.json", problems, STAGE)  # step 3 leaves two models
     names = ["metrics", "timings"]
-    if (folder / "samples.jsonl").exists() or (isinstance(args, dict) and args.get("sample_steps")):
+    if (folder / "samples.jsonl").exists() or ((record or {}).get("args") or {}).get("sample_steps"):
         names.append("samples")  # which only stages that sample leave
-    metrics, *others = (read_lines(folder / f"{name}.jsonl", {"step": int}, problems) for name in names)
+    metrics, *others = (read_rows(folder / f"{name}.jsonl", {"step": whole}, problems) for name in names)
     others += [[]] * (len(names) == 2)
     logged = {name for row in metrics for name in row}
     known = {chapter: sum(chapter.find(name) is not None for name in logged) for chapter in chapters}
@@ -100,56 +102,38 @@ def read_run(folder: Path, chapters: list[Chapter], problems: list[str]) -> Run:
 
 def read_evaluation(out: Path, problems: list[str]) -> Evaluation | None:
     """evaluation.json with its samples, if it is there."""
-    record = read_json(out / "evaluation.json", problems)
+    record = read_object(out / "evaluation.json", problems, EVALUATION)
     if record is None:
         return None
-    try:
-        models = {entry["model"]: entry for entry in record["models"]}
-        differences = {entry["model"]: entry for entry in record["differences"]}
-        judge = str(record["judge"])
-    except (KeyError, TypeError) as error:
-        problems.append(f"{out / 'evaluation.json'} is not what scripts/evaluate.py writes: {error!r}")
-        return None
-    rows = read_lines(out / "evaluation.samples.jsonl", {"model": str, "response": str}, problems)
+    models, differences = ({entry["model"]: entry for entry in record[name]} for name in ("models", "differences"))
+    rows = read_rows(out / "evaluation.samples.jsonl", {"model": text, "response": text}, problems)
     answers = {model: [row for row in rows if row["model"] == model] for model in models}
-    return Evaluation(judge, models, answers, differences)
+    return Evaluation(record["judge"], models, answers, differences)
 
 
-def read_lines(path: Path, wanted: dict[str, type], problems: list[str]) -> list[dict]:
+def read_rows(path: Path, schema: dict, problems: list[str]) -> list[dict]:
     """The complete lines that hold what is wanted."""
     try:
-        *lines, rest = path.read_bytes().split(b"\n")
+        rows, bad, torn = read_lines(path, schema)
     except OSError as error:
         problems.append(f"{path}: {error.strerror}")
         return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in wanted.items()):
-            rows.append(row)
-    if len(rows) < len(lines):
-        problems.append(f"{path}: {len(lines) - len(rows)} of {len(lines)} lines cannot be read and are left out")
-    if rest:
+    if bad:
+        problems.append(f"{path}: {len(bad)} of {len(rows) + len(bad)} lines cannot be read and are left out")
+    if torn:
         problems.append(f"{path}: the last line is torn, or being written, and is left out")
     return rows
 
 
-def read_json(path: Path, problems: list[str]) -> dict | None:
-    """A file's dictionary; None if it is not there or not to be read."""
+def read_object(path: Path, problems: list[str], schema=None) -> dict | None:
+    """A file's names and values; None if it is not there or not to be read."""
+    if not path.exists():
+        return None
     try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        return read_json(path, schema or each(anything), "it is left out")
+    except UserError as error:
+        problems.append(str(error))
         return None
-    except (OSError, ValueError) as error:
-        problems.append(f"{path} cannot be read: {' '.join(str(error).split())[:120]}")
-        return None
-    if not isinstance(content, dict):
-        problems.append(f"{path} holds a {type(content).__name__}, wanted names and values")
-        return None
-    return content
 
 
 def flags_of(script: Path) -> dict[str, tuple[str, str]]:

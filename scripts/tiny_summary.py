@@ -46,6 +46,7 @@ FIGURES = {
     "response_length_sft": ("evaluation", "tokens an answer, SFT"),
     "response_length_rlhf": ("evaluation", "tokens an answer, PPO"),
 }
+JUDGED = ("score", "best_of_16", "on_topic", "distinct_responses", "eos_rate", "kl", "response_length")
 SHARES = ("rm_accuracy", "on_topic_sft", "on_topic_rlhf", "distinct_responses", "eos_rate")
 GOLD = ("gold_sft", "gold_rlhf", "gold_best_of_16")
 # What an answer may have: (the rubric's part, wanted or not, what it is). A lazy answer cannot name the topic, so the
@@ -119,8 +120,17 @@ def reference(out: Path) -> Path:
 
 def summarise(out: Path) -> dict:
     """The figures of one run, by the names of summary.json."""
-    sft, reward = (json.loads(read(out / stage / "stage.json"))["metrics"] for stage in ("sft", "reward"))
-    before, after = json.loads(read(out / "evaluation.json"))["models"]
+    from common.json_files import many, number
+
+    trained = {"sft": "eval_loss", "reward": "eval_accuracy"}
+    sft, reward = (
+        read_object(out / stage / "stage.json", {"metrics": {name: number}})["metrics"]
+        for stage, name in trained.items()
+    )
+    models = read_object(out / "evaluation.json", {"models": many(dict.fromkeys(JUDGED, number))})["models"]
+    if len(models) != 2:
+        raise UserError(f"{out / 'evaluation.json'} is of {len(models)} models, wanted 2: SFT and PPO")
+    before, after = models
     return {
         "seed": int(settings_of(out)["SEED"]),
         "sft_loss": sft["eval_loss"],
@@ -190,7 +200,11 @@ def learned(summary: dict) -> list[tuple[str, str, str]]:
 
 
 def seconds_of(out: Path, stage: str) -> float:
-    return float(read(out / "logs" / f"{stage}.seconds"))
+    path = out / "logs" / f"{stage}.seconds"
+    try:
+        return float(read(path))
+    except ValueError as error:
+        raise UserError(f"{path} holds {read(path)[:40]!r}, wanted a number of seconds") from error
 
 
 def read(path: Path) -> str:
@@ -198,6 +212,14 @@ def read(path: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; run: OUT={path.parent} bash scripts/run_all_tiny.sh") from error
+
+
+def read_object(path: Path, schema: dict) -> dict:
+    """A json file of the run, which is as the schema says."""
+    from common.json_files import read_json
+
+    read(path)  # says what to do where there is none
+    return read_json(path, schema, f"mend it, or make it again: OUT={path.parent} bash scripts/run_all_tiny.sh")
 
 
 def bands(runs_file: Path) -> dict[str, tuple[float, float]]:
@@ -246,7 +268,7 @@ def write_reference(outs: list[Path], machine: str | None) -> None:
         for name in names:
             at_each = list(zip(*([row[name] for row in rows] for rows in steps), strict=True))
             curves[f"{folder}: {name}"] = [[round(edge(values), 4) for values in at_each] for edge in (min, max)]
-    commit = json.loads(read(outs[0] / "sft" / "stage.json"))["git_commit"]
+    commit = read_object(outs[0] / "sft" / "stage.json", {})["git_commit"]
     path.parent.mkdir(exist_ok=True)
     chosen = "" if dataset == "tiny" else f"DATASET={shlex.quote(dataset.replace('+', ' '))} "
     command = f"SEED=... {chosen}bash scripts/run_all_tiny.sh"
@@ -298,7 +320,7 @@ def print_table(out: Path, summary: dict, known: dict) -> None:
 
 
 def print_before_and_after(out: Path) -> None:
-    from common.metrics import printable
+    from common.printing import printable
 
     pairs = list(zip(*samples_of(out), strict=True))  # one answer of each model: same prompt, same noise
     better, worse = (sum(sign * (b["score"] - a["score"]) > 0 for a, b in pairs) for sign in (1, -1))

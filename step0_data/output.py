@@ -10,7 +10,8 @@ from pathlib import Path
 
 from common import checkpoint
 from common.errors import UserError
-from common.metrics import printable
+from common.json_files import read_json
+from common.printing import printable
 from step0_data.spool import Spool
 
 FORMAT_VERSION = 1
@@ -188,19 +189,18 @@ def next_command(folder: str, stages: dict, has_base_model: bool) -> str:
 
 
 def _read_manifest(folder: Path) -> dict | None:
+    from common.data import MANIFEST  # brings pyarrow, which --help does without
+
     path = folder / "manifest.json"
     if not path.is_file():
         return None
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove the folder and prepare again") from error
-    is_ours = isinstance(manifest, dict) and {"format_version", "hash", "args", "sources", "files"} <= manifest.keys()
-    if not is_ours:
+    advice = "remove the folder and prepare again, or choose a new --output_dir"
+    manifest = read_json(path, {}, advice)
+    if not {"format_version", "hash", "args", "sources", "files"} <= manifest.keys():
         raise UserError(f"{path} is not from this program; choose a new --output_dir")
     if manifest["format_version"] != FORMAT_VERSION:
         raise UserError(f"{path} has format version {manifest['format_version']}, this program writes {FORMAT_VERSION}")
-    return manifest
+    return read_json(path, MANIFEST, advice)
 
 
 def _verify(folder: Path, manifest: dict) -> None:

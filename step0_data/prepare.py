@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import cli  # noqa: E402
 from common.errors import UserError  # noqa: E402
+from common.printing import say  # noqa: E402
 from step0_data import columns, dataset_info, formats, output, sources, split, toy  # noqa: E402
 from step0_data.spool import Spool, rejected  # noqa: E402
 
@@ -50,7 +51,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", default="data", metavar="DIR", help="where the data go")
     cli.add_switch(group, "--overwrite", False, "replace prepared data that are in --output_dir")
-    group.add_argument("--seed", type=int, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
+    group.add_argument("--seed", type=cli.seed, default=1, help="of the tiny set, its base model, and --shuffle_preferences; splits do not depend on it")
     group.add_argument("--train_tokenizer", type=cli.natural, default=0, metavar="VOCAB", help="make OUTPUT_DIR/base_model for these data: a tokenizer of VOCAB pieces and an untrained model of about a million parameters; 0: none")
     cli.add_switch(group, "--shuffle_preferences", False, "negative control: a coin decides which answer of each pair is chosen")
     # fmt: on
@@ -99,11 +100,11 @@ def main() -> None:
     inputs = split.hash_inputs(plans)
     with output.OutputFolder(args.output_dir, settings, inputs, args.overwrite) as folder:
         if folder.already_done:
-            print(f"{args.output_dir}: already done, with the same settings on the same files")
+            say(f"{args.output_dir}: already done, with the same settings on the same files")
             _print_warnings(folder.manifest["warnings"])
-            print(output.next_command(args.output_dir, folder.manifest["stages"], has_base_model))
+            say(output.next_command(args.output_dir, folder.manifest["stages"], has_base_model))
             return
-        print(f"writing to {args.output_dir}")
+        say(f"writing to {args.output_dir}")
 
         # 2. Everything goes under a temporary name and is moved in at the end, manifest.json last.
         with folder.staging() as staging:
@@ -140,7 +141,7 @@ def main() -> None:
             if args.shuffle_preferences:
                 for part, coin in coins.items():
                     pairs = f"{coin.swapped} of {coin.pairs} preference/{part} pairs"
-                    print(f"negative control: chosen and rejected swapped in {pairs}")
+                    say(f"negative control: chosen and rejected swapped in {pairs}")
 
             # 4. Write all of it.
             spool.close()
@@ -158,17 +159,17 @@ def main() -> None:
             folder.write_manifest(staging, spool, ledger, page, warnings)
 
     # 5. What came out, and what to do next.
-    print(output.summary(spool.counts(), ledger))
+    say(output.summary(spool.counts(), ledger))
     if is_tiny:
         accuracy = toy.oracle_accuracy(stages["preference"]["eval"][: args.max_rows or None])
-        print(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
+        say(f"the gold rubric agrees with {accuracy:.3f} of preference/eval: the most step 2 can reach")
     _print_warnings(warnings)
-    print(output.next_command(args.output_dir, spool.counts(), has_base_model))
+    say(output.next_command(args.output_dir, spool.counts(), has_base_model))
 
 
 def _print_warnings(warnings: list[str]) -> None:
     for line in warnings:
-        print(f"warning: {line}")
+        say(f"warning: {line}")
 
 
 def _columns(text: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
-from common.metrics import printable
+from common.printing import printable
 from step0_data import shapes
 from step0_data.columns import mapping, pair_of_names
 from step0_data.files import SUFFIXES, Row, is_unicode, read_file, suffix, table_rows

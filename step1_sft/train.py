@@ -38,6 +38,8 @@ def main() -> None:
     # 1. Look at what is given, before anything heavy is loaded or written.
     from common import checkpoint, data, hub
 
+    checkpoint.check_output(args.output_dir)
+    cli.check_files(args)
     parent = checkpoint.require_stage(args.model_name_or_path, "--model", wanted=("base", "sft", "dpo", "rlhf-actor"))
     files = data.locate_or_inherit(args.data, parent, "sft", args.data_split)
     upload = cli.pick(hub.Hub, args)
@@ -88,7 +90,7 @@ def main() -> None:
         return models.LanguageModel(hf)
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
-    log.say(f"{model.describe()}; {len(train)} conversations, {batches.size} a step, {total_steps} steps")
+    log.say(f"{model.describe()}; {len(train)} conversations, {batches.words(len(train))}")
 
     # 4. Train: a step's loss is its mean over all answer tokens, however they are cut into micro-batches and ranks.
     task = supervised.Task(
@@ -118,10 +120,10 @@ def main() -> None:
         )
         hub.push(upload, run.path, log.say)
     # Step 2 would look for pairs in the same folder: without them it is the wrong thing to name.
-    if files.root and not (files.root / "preference").is_dir():
-        run.finish(f"python scripts/chat.py --model {run.path} (these data have no pairs for step 2)")
+    if files.feeds("preference"):
+        run.finish(f"python step2_reward/train.py --model {run.path} --output_dir {run.path.parent / 'reward'}")
     else:
-        run.finish(f"python step2_reward/train.py --model {run.path} --output_dir models/reward")
+        run.finish(f"python scripts/chat.py --model {run.path} (these data have no pairs for step 2)")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def parse_args(argv=None):
     cli.add_saving_flags(parser, steps="optimizer steps")
     group = parser.add_argument_group("loss")
     group.add_argument("--margin_coef", type=cli.number(0), default=1.0, help="times the margins of the data, which are then asked of chosen - rejected; 0: margins are ignored")
-    group.add_argument("--center_rewards_coefficient", type=float, default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
+    group.add_argument("--center_rewards_coefficient", type=cli.number(0), default=0.0, help="weight of (chosen + rejected)^2, which holds scores near 0")
     cli.add_optim_flags(parser, learning_rate=1e-5, lr_scheduler_type="linear")
     cli.add_lora_flags(parser, dropout=True)
     cli.add_engine_flags(parser)
@@ -42,6 +42,8 @@ def main() -> None:
     # 1. Look at what is given, before anything heavy is loaded or written.
     from common import checkpoint, data, hub
 
+    checkpoint.check_output(args.output_dir)
+    cli.check_files(args)
     parent = checkpoint.require_stage(
         args.model_name_or_path, "--model", wanted=("sft", "base", "dpo", "rlhf-actor", "reward")
     )
@@ -104,7 +106,7 @@ def main() -> None:
         return model
 
     model = engine.TrainedModel(load, cli.pick(engine.Optim, args), engine_options, total_steps, device)
-    log.say(f"{model.describe()}; {len(train)} pairs, {batches.size} a step, {total_steps} steps")
+    log.say(f"{model.describe()}; {len(train)} pairs, {batches.words(len(train))}")
 
     # 4. Train: a step's loss is its mean over all pairs, however they are cut into micro-batches and ranks.
     def loss(batch):
@@ -155,8 +157,12 @@ def main() -> None:
         )
         hub.push(upload, run.path, log.say)
     log.say(f"{'held-out' if files.eval else 'training'} accuracy {record['eval_accuracy']:.3f}")
-    actor = args.model_name_or_path if parent and parent["stage"] == "sft" else "models/sft"
-    run.finish(f"python step3_rlhf/train.py --actor {actor} --critic {run.path}")
+    # What answered like this model's rows is the actor; of a reward model that was trained on, it is not known.
+    actor = "ACTOR" if parent and parent["stage"] == "reward" else args.model_name_or_path
+    hint = f"python step3_rlhf/train.py --actor {actor} --critic {run.path}"
+    if (rlhf := run.path.parent / "rlhf") != Path("models/rlhf"):
+        hint += f" --output_dir {rlhf}"
+    run.finish(hint if files.feeds("prompts") else f"{hint} --data PROMPTS (these data have no prompts for step 3)")
 
 
 if __name__ == "__main__":

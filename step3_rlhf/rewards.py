@@ -4,14 +4,13 @@ Legend: B rows, Q padded prompt length, R padded response length.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from common import chat_format
+from common import chat_format, json_files
 from common.batches import pad_right
 from common.engine import FrozenModel
 from common.errors import UserError
@@ -128,7 +127,7 @@ def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:
     """Mean and spread of a reward model's scores; (0, 1) if they are not needed.
 
     Raises:
-        UserError: needed and not there.
+        UserError: needed, and not there or not to be used.
     """
     path = Path(folder) / "reward_stats.json"
     if norm == "none":
@@ -138,5 +137,11 @@ def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:
             f"{folder} has no reward_stats.json, which --score_norm {norm} needs; "
             "use --score_norm none or train it with step2_reward/train.py"
         )
-    stats = json.loads(path.read_text())
+    advice = "train it again with step2_reward/train.py, or use --score_norm none"
+    advice = "train it again with step2_reward/train.py, or use --score_norm none"
+    stats = json_files.read_json(path, {"mean": json_files.number, "std": json_files.number}, advice)
+    least = 1e-6 if norm == "standardize" else 0.0
+    if stats["std"] < least:
+        why = ", for scores are divided by it" * (norm == "standardize")
+        raise UserError(f"{path}: std is {stats['std']:g}, wanted at least {least:g}{why}; {advice}")
     return stats["mean"], stats["std"]

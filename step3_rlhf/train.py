@@ -29,7 +29,7 @@ def parse_args(argv=None):
     group.add_argument("--critic", required=True, metavar="DIR", help="where the critic starts: a reward folder, an rlhf critic, or a causal LM (fresh head)")
     group.add_argument("--ref", default=None, metavar="DIR", help="the model the KL is measured against; default: the actor's starting weights")
     group.add_argument("--reward", action="append", default=None, metavar="SOURCE", help="reward folder or FILE.py:FUNCTION; may be repeated; default: --critic's folder")
-    group.add_argument("--reward_weights", nargs="+", type=float, default=None, help="one weight for each --reward; default: 1 each")
+    group.add_argument("--reward_weights", nargs="+", type=cli.number(-1e6, 1e6), default=None, help="one weight for each --reward; default: 1 each")
     cli.add_run_flags(parser, output_dir="models/rlhf")
     group.add_argument("--sample_steps", type=cli.natural, default=10, help="steps between printed samples; 0: none")
     cli.add_model_flags(parser)
@@ -42,7 +42,7 @@ def parse_args(argv=None):
     group.add_argument("--max_tokens_per_micro_batch", type=cli.natural, default=0, metavar="N", help="cut a minibatch by length into forwards of at most N tokens, padding included; 0: into equal numbers")
     group.add_argument("--rollout_forward_batch_size", type=cli.natural, default=0, help="responses decoded or scored at once on one rank; 0: all")
     group.add_argument("--num_ppo_epochs", type=cli.positive, default=2, help="passes over each rollout batch")
-    group.add_argument("--num_train_epochs", type=cli.number(1e-6), default=1.0, help="passes over the prompts")
+    group.add_argument("--num_train_epochs", type=cli.number(1e-6, 1e6), default=1.0, help="passes over the prompts")
     group.add_argument("--max_steps", type=cli.natural, default=0, help="RL steps; 0: as --num_train_epochs says")
 
     cli.add_saving_flags(parser, steps="RL steps")
@@ -50,31 +50,31 @@ def parse_args(argv=None):
     group = parser.add_argument_group("sampling")
     group.add_argument("--max_prompt_length", type=cli.positive, default=512, help="tokens; longer prompts lose their oldest turns, counted")
     group.add_argument("--max_completion_length", type=cli.positive, default=256, help="tokens sampled at most, the stop token included")
-    group.add_argument("--temperature", type=float, default=1.0, help="logits are divided by it, in sampling and in training alike")
-    group.add_argument("--top_p", type=float, default=1.0, help="sample from the smallest set holding this probability; below 1 biases PPO's ratio")
+    group.add_argument("--temperature", type=cli.number(1e-6, 100), default=1.0, help="logits are divided by it, in sampling and in training alike")
+    group.add_argument("--top_p", type=cli.top_p, default=1.0, help="sample from the smallest set holding this probability; below 1 biases PPO's ratio")
     group.add_argument("--top_k", type=cli.natural, default=0, help="sample from the k most likely tokens; 0: all")
     group.add_argument("--rollout_backend", default="native", choices=["native", "hybrid"], help="hybrid: DeepSpeed's engine, if it passes its checks here")
 
     group = parser.add_argument_group("reward")
     cli.add_timeout_flag(group)
     group.add_argument("--score_norm", default="center", choices=["none", "center", "standardize"], help="of reward models, by their reward_stats.json")
-    group.add_argument("--score_clip", type=cli.optional_float, default=5.0, help="scores are limited to +- this; none: off")
-    group.add_argument("--missing_eos_penalty", type=cli.optional_float, default=1.0, help="subtracted from the score of a response cut by length; none: off")
-    group.add_argument("--length_penalty", type=cli.optional_float, default=None, help="subtracted per token; none: off")
+    group.add_argument("--score_clip", type=cli.number(0, above=True, optional=True), default=5.0, help="scores are limited to +- this; none: off")
+    group.add_argument("--missing_eos_penalty", type=cli.number(0, optional=True), default=1.0, help="subtracted from the score of a response cut by length; none: off")
+    group.add_argument("--length_penalty", type=cli.number(-1e6, 1e6, optional=True), default=None, help="subtracted per token, so below 0 long answers gain; none: off")
     group.add_argument("--kl_coef", type=cli.number(0), default=0.05, help="weight of the KL toll on every token's reward")
     group.add_argument("--kl_estimator", default="k1", choices=["k1", "k2", "k3"], help="of that toll; k1 is the unbiased classic")
-    group.add_argument("--kl_target", type=cli.optional_float, default=None, help="steer --kl_coef to this KL per response (nats); none: fixed")
+    group.add_argument("--kl_target", type=cli.number(0, above=True, optional=True), default=None, help="steer --kl_coef to this KL per response (nats); none: fixed")
     group.add_argument("--kl_horizon", type=cli.number(1e-6), default=10000, help="responses over which the steering acts")
     cli.add_switch(group, "--whiten_rewards", False, "scale token rewards to unit variance")
 
     group = parser.add_argument_group("PPO")
-    group.add_argument("--gamma", type=float, default=1.0, help="discount per token")
-    group.add_argument("--lam", type=float, default=0.95, help="GAE's lambda: 1 Monte Carlo, 0 one-step")
+    group.add_argument("--gamma", type=cli.number(0, 1), default=1.0, help="discount per token")
+    group.add_argument("--lam", type=cli.number(0, 1), default=0.95, help="GAE's lambda: 1 Monte Carlo, 0 one-step")
     cli.add_switch(group, "--whiten_advantages", True, "mean 0 and variance 1 over the rollout batch")
     group.add_argument("--cliprange", type=cli.number(0), default=0.2, help="the ratio's clip range, below and above 1")
-    group.add_argument("--cliprange_high", type=cli.optional_float, default=None, help="another range above 1 (clip-higher); none: the same")
-    group.add_argument("--dual_clip", type=cli.optional_float, default=None, help="bound of ratio x |A| where A < 0, above 1; none: off")
-    group.add_argument("--cliprange_value", type=cli.optional_float, default=0.2, help="how far a value may move from the old one; none: off")
+    group.add_argument("--cliprange_high", type=cli.number(0, optional=True), default=None, help="another range above 1 (clip-higher); none: the same")
+    group.add_argument("--dual_clip", type=cli.number(1, above=True, optional=True), default=None, help="bound of ratio x |A| where A < 0, above 1; none: off")
+    group.add_argument("--cliprange_value", type=cli.number(0, above=True, optional=True), default=0.2, help="how far a value may move from the old one; none: off")
     group.add_argument("--entropy_coef", type=cli.number(0), default=0.0, help="weight of the entropy bonus")
     group.add_argument("--kl_loss_coef", type=cli.number(0), default=0.0, help="weight of KL(policy || ref) in the loss itself")
     group.add_argument("--kl_loss_estimator", default="k2", choices=["k1", "k2", "k3"], help="of that term; k2 has the right gradient")
@@ -84,7 +84,7 @@ def parse_args(argv=None):
     group.add_argument("--critic_learning_rate", type=cli.number(0), default=5e-6, help="peak learning rate of the critic")
     group.add_argument("--critic_weight_decay", type=cli.number(0), default=None, help="default: --weight_decay")
     group = cli.add_lora_flags(parser, dropout=False)
-    group.add_argument("--critic_lora_r", type=cli.natural, default=None, help="rank of the critic's; default: --lora_r")
+    group.add_argument("--critic_lora_r", type=cli.whole(0, 65536), default=None, help="rank of the critic's; default: --lora_r")
     cli.add_engine_flags(parser)
     group = parser.add_argument_group("engines of the other roles")
     group.add_argument("--critic_zero_stage", type=int, default=None, choices=[0, 1, 2, 3], help="default: --zero_stage")
@@ -132,18 +132,42 @@ def check(args) -> None:
             f"--rollout_batch_size {args.rollout_batch_size} is not a multiple of --minibatch_size {args.minibatch_size}; "
             f"change one of them, for example --minibatch_size {math.gcd(args.rollout_batch_size, args.minibatch_size)}"
         )
-    for name, low, high in (("temperature", 1e-6, 100), ("top_p", 1e-6, 1), ("gamma", 0, 1), ("lam", 0, 1)):
-        if not low <= getattr(args, name) <= high:
-            raise UserError(f"--{name} is {getattr(args, name)}, wanted a number between {low:g} and {high:g}")
-    if args.dual_clip is not None and args.dual_clip <= 1:
-        raise UserError(f"--dual_clip is {args.dual_clip}, wanted a number above 1 or none")
-    if args.kl_target is not None and args.kl_target <= 0:
-        raise UserError(f"--kl_target is {args.kl_target}, wanted a number above 0 or none")
     if args.kl_target is not None and args.kl_coef == 0:
         raise UserError("--kl_target steers --kl_coef by factors, so --kl_coef 0 would stay 0; start it above 0")
     rewards = args.reward or [args.critic]
     if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
         raise UserError(f"--reward_weights has {len(args.reward_weights)} numbers for {len(rewards)} reward sources")
+
+
+def count_steps(args, num_prompts: int, ranks: int) -> tuple[int, int, str]:
+    """(RL steps, optimizer steps, both in words). The last step takes what is left of the prompts.
+
+    Raises:
+        UserError: a step has fewer responses than there are ranks.
+    """
+    from common.batches import num_steps, step_rows
+
+    n, prompts_per_step = args.num_generations, args.rollout_batch_size // args.num_generations
+    epochs = None if args.max_steps else args.num_train_epochs
+    total = args.max_steps or num_steps(num_prompts, prompts_per_step, epochs)
+    first, last = (n * len(step_rows(at, prompts_per_step, num_prompts, args.seed, epochs)) for at in (0, total - 1))
+    if first < ranks:
+        raise UserError(
+            f"a step of {first} responses is less than the {ranks} ranks, and every rank needs one; raise "
+            f"--rollout_batch_size, or with few prompts set --max_steps or --num_generations"
+        )
+    words = ""
+    if last < ranks:
+        total, left, last = total - 1, last, first
+        words = f"; {left // n} prompt(s) left over at the end, too few for {ranks} ranks"
+    elif last < first:
+        words = f", the last one of {last}"
+    elif prompts_per_step > num_prompts and args.max_steps:
+        words = f"; a step takes {prompts_per_step} prompts, so each of the {num_prompts} comes several times in it"
+    minibatches = [math.ceil(responses / args.minibatch_size) for responses in (first, last)]
+    optimizer_steps = args.num_ppo_epochs * ((total - 1) * minibatches[0] + minibatches[1])
+    steps = f"{num_prompts} prompts; {total} RL steps of {first} responses{words}"
+    return total, optimizer_steps, f"{steps}, {optimizer_steps} optimizer steps"
 
 
 def main() -> None:
@@ -152,6 +176,8 @@ def main() -> None:
     # 1. Look at what is given, before anything heavy is loaded or written.
     from common import checkpoint, data, functions, hub
 
+    checkpoint.check_output(args.output_dir, models=("actor", "critic"))
+    cli.check_files(args)
     actor_stage = checkpoint.require_stage(args.actor, "--actor", wanted=("sft", "dpo", "rlhf-actor", "base"))
     critic_stage = checkpoint.require_stage(args.critic, "--critic", wanted=("reward", "rlhf-critic", "sft", "base"))
     if not args.reward and critic_stage and critic_stage["stage"] != "reward":
@@ -233,19 +259,19 @@ def main() -> None:
 
     prompts_per_step = args.rollout_batch_size // args.num_generations
     epochs = None if args.max_steps else args.num_train_epochs
-    responses = args.num_generations * len(step_rows(0, prompts_per_step, len(prompts), args.seed, epochs))
-    if responses < distributed.world_size():
-        raise UserError(
-            f"a step of {responses} responses is less than the {distributed.world_size()} ranks, and every rank needs one; raise --rollout_batch_size, or with few prompts set --max_steps or --num_generations"
-        )
-    total_steps = args.max_steps or max(1, int(len(prompts) * args.num_train_epochs) // prompts_per_step)
-    optimizer_steps = total_steps * args.num_ppo_epochs * (args.rollout_batch_size // args.minibatch_size)
+    total_steps, optimizer_steps, plan = count_steps(args, len(prompts), distributed.world_size())
     notes = [*files.notes, str(report), text.note, *remarks, f"precision {why_dtype}"]
     parents = {"actor": args.actor, "critic": args.critic} | ({"ref": args.ref} if args.ref else {})
     parents |= {f"reward{i}": spec for i, spec in enumerate(reward_specs)}
     identity = resume.identity("rlhf-actor", vars(args), files.hash, parents)
     run = runs.Run(
-        cli.pick(runs.Reporting, args), cli.pick(resume.Saving, args), "step 3 RLHF", total_steps, identity, notes
+        cli.pick(runs.Reporting, args),
+        cli.pick(resume.Saving, args),
+        "step 3 RLHF",
+        total_steps,
+        identity,
+        notes,
+        models=("actor", "critic"),
     )
     log = run.log
     if args.top_p < 1 or args.top_k:
@@ -329,9 +355,7 @@ def main() -> None:
         )
     log.say(f"actor   {actor.describe()}")
     log.say(f"critic  {critic.describe()}")
-    log.say(
-        f"{len(prompts)} prompts; {total_steps} RL steps of {args.rollout_batch_size} responses, {optimizer_steps} optimizer steps"
-    )
+    log.say(plan)
 
     # 4. Train.
     sampling = cli.pick(

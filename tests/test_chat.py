@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common.chat_format import encode_prompt
 from common.errors import UserError
 from common.generation import generate
-from common.metrics import printable
+from common.printing import printable
 from scripts import answers, chat
 from step0_data import formats
 

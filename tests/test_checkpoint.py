@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common import checkpoint
-from common.checkpoint import RunFolder, publish, read_stage, require_stage, verify
+from common.checkpoint import RunFolder, check_output, publish, read_stage, require_stage, verify
 from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +67,12 @@ def test_the_record_comes_last_and_is_on_disk_whole(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(checkpoint, "fsync", lambda path: (synced.add(Path(path).name), fsync(path)))
     make(tmp_path / "sft")
-    assert sorted(moves[:-1]) == ["config.json", "model.safetensors", "more.txt"] and moves[-1] == "stage.json"
+    first, *others, last = moves
+    assert (first, sorted(others), last) == (
+        ".publishing",
+        ["config.json", "model.safetensors", "more.txt"],
+        "stage.json",
+    )
     assert {"config.json", "model.safetensors", "more.txt", "sft"} <= synced
 
 
@@ -145,7 +151,7 @@ def test_a_damaged_record_or_one_of_another_version_is_refused(tmp_path):
     folder = make(tmp_path / "sft")
     record = (folder / "stage.json").read_text()
     (folder / "stage.json").write_text(record[:-20])
-    with pytest.raises(UserError, match="not valid json"):
+    with pytest.raises(UserError, match="is not json"):
         read_stage(folder)
     (folder / "stage.json").write_text(record.replace('"format_version": 1', '"format_version": 99'))
     with pytest.raises(UserError, match="format version 99, this program reads 1"):
@@ -248,8 +254,87 @@ def test_a_run_that_ends_before_its_first_step_leaves_no_folder_that_it_made(tmp
         done = subprocess.run([sys.executable, "-c", LEAVE, tmp_path / name, metrics], cwd=ROOT)
         assert done.returncode == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["stepped", "there"]
-    for name in ("stepped", "there"):
-        assert sorted(p.name for p in (tmp_path / name).iterdir()) == ["metrics.jsonl", "tensorboard"]
+    assert sorted(p.name for p in (tmp_path / "stepped").iterdir()) == ["metrics.jsonl", "tensorboard"]
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["metrics.jsonl"]
+
+
+OURS = [
+    "metrics.jsonl",
+    "timings.jsonl",
+    "samples.jsonl",
+    "tensorboard/events",
+    "wandb/x",
+    "checkpoint-6/manifest.json",
+]
+OURS += ["abandoned-checkpoint-8-ab12/manifest.json", ".lock", ".tokens/sft.arrow", ".DS_Store", "training.log"]
+OURS += [".staging-1/config.json", ".tmp-checkpoint-3/x", "report.html", "evaluation.json"]
+
+
+def lay(folder: Path, names: list[str]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("models", "more", "told"),
+    [
+        (("",), [], None),
+        (("",), ["adapter_config.json", "actor_notes/x"], "actor_notes, adapter_config.json"),
+        (("",), ["config.json"], "config.json"),
+        (("",), ["actor/config.json"], "actor"),
+        (("",), ["tensorboard-old/x"], "tensorboard-old"),
+        (("",), ["checkpoint-best/weights.pt"], "checkpoint-best"),
+        (("",), ["checkpoint-", "metrics.jsonl.bak"], "checkpoint-, metrics.jsonl.bak"),
+        (("",), ["stage.json.old"], "stage.json.old"),
+        (("actor", "critic"), ["actor/.lock", "critic/.x"], None),
+        (("actor", "critic"), ["actor/adapter_config.json"], "actor/adapter_config.json"),
+        (("actor", "critic"), ["critic/metrics.jsonl"], "critic/metrics.jsonl"),
+        (("actor", "critic"), ["model.safetensors"], "model.safetensors"),
+        (("actor", "critic"), ["actor_notes/x"], "actor_notes"),
+    ],
+)
+def test_only_what_a_run_leaves_may_lie_in_its_folder(tmp_path, models, more, told):
+    folder = lay(tmp_path / "out", [*OURS, *more])
+    if told is None:
+        check_output(folder, models)
+    else:
+        with pytest.raises(UserError, match=rf"{folder} holds other things \({re.escape(told)}\), which"):
+            check_output(folder, models)
+    assert all((folder / name).exists() for name in more), "nothing is removed"
+
+
+def test_what_a_killed_run_had_moved_in_is_its_own(tmp_path, monkeypatch):
+    """The next run of the same command may go on, and a foreign file among them is still found."""
+    replace = os.replace
+
+    def dies(source, target):
+        if Path(target).name == "model.safetensors":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "sft")
+    monkeypatch.undo()
+    assert (tmp_path / "sft/config.json").exists() and not (tmp_path / "sft/stage.json").exists()
+    check_output(tmp_path / "sft")
+    lay(tmp_path / "sft", ["adapter_config.json"])
+    with pytest.raises(UserError, match=r"holds other things \(adapter_config\.json\)"):
+        check_output(tmp_path / "sft")
+    make(tmp_path / "rlhf/critic")
+    check_output(tmp_path / "rlhf", ("actor", "critic"))
+    assert not (tmp_path / "rlhf/critic/.publishing").exists()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "model.safetensors.index.json"])
+def test_a_foreign_file_that_loaders_would_read_is_found_in_a_finished_model(tmp_path, name):
+    folder = lay(make(tmp_path / "sft"), ["README.md", "metrics.jsonl", "notes.txt", "evaluation.json"])
+    verify(folder)
+    lay(folder, [name])
+    with pytest.raises(UserError, match=f"{name} is not of the stage that wrote this folder"):
+        require_stage(folder, "--actor", ("sft",))
 
 
 @pytest.mark.parametrize("record", ["stage.json", "actor/stage.json"])

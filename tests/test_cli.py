@@ -1,9 +1,11 @@
 """Command lines of the four stages: names people bring, files of settings, what is refused, no flag without effect."""
 
+import argparse
 import ast
 import dataclasses
 import importlib
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common import cli, names
-from common.errors import UserError
+from common.errors import RunFailed, Stopped, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["step0_data/prepare.py", "step1_sft/train.py", "step2_reward/train.py", "step3_rlhf/train.py"]
@@ -175,7 +177,7 @@ def test_notes_are_said_once_however_many_ranks(monkeypatch, capsys):
         (DATA, ["--shuffle"], "the nearest is --shuffle_preferences"),
         (SFT, ["--zzzzzz"], "unknown flag --zzzzzz; see "),
         (SFT, ["X"], "--model takes one value, seen 2: M X"),
-        (SFT, ["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (SFT, ["--seed", "x"], "argument --seed: invalid whole number value: 'x'"),
         (SFT, ["--seed"], "argument --seed: expected one argument"),
         (SFT, ["--seed", "1", "2"], "--seed takes one value, seen 2: 1 2"),
         (SFT, ["--data_path", "a", "b"], "seen 2: a b; step 0 makes one folder of several sources"),
@@ -183,16 +185,60 @@ def test_notes_are_said_once_however_many_ranks(monkeypatch, capsys):
         (SFT, ["--data_split", "1,2"], "1,2 is not three shares"),
         (SFT, ["--config"], "argument --config: expected one argument"),
         (SFT, ["--zero_stage", "4"], "argument --zero_stage: invalid choice: 4"),
-        (SFT, ["--per_device_train_batch_size", "0"], "0 is not at least 1"),
-        (SFT, ["--max_steps", "-1"], "-1 is negative"),
+        (SFT, ["--per_device_train_batch_size", "0"], "0 is out of range, wanted a whole number from 1;"),
+        (SFT, ["--max_steps", "-1"], "-1 is out of range, wanted a whole number from 0;"),
         (SFT, ["--report_to", "tensorbord"], "invalid choice: 'tensorbord'"),
         (SFT, ["--learn", "1"], "unknown flag --learn; the nearest is --learning_rate"),  # no abbreviations
         (DATA, ["--split", "1,2"], "1,2 is not three shares"),
-        (RL, ["--score_clip", "x"], "argument --score_clip: invalid optional_float value: 'x'"),
+        (RL, ["--score_clip", "x"], "argument --score_clip: invalid number value: 'x'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(script, words, message, capsys):
     assert message in refused(capsys, script, *words)
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "near"),
+    [
+        (SFT, "learning_rte", "learning_rate"),
+        (SFT, "lerning_rate", "learning_rate"),
+        (SFT, "epochs", "num_train_epochs"),
+        (SFT, "warmup", "warmup_steps"),
+        (SFT, "resume", "resume_from_checkpoint"),
+        (SFT, "outputdir", "output_dir"),
+        (RL, "clip_range", "cliprange"),
+        (RL, "rollout_batchsize", "rollout_batch_size"),
+        (RL, "generations", "num_generations"),
+        (DATA, "data_set", "dataset"),
+        *[(SFT, flag, None) for flag in ("frobnicate", "flux_capacitor", "compile", "debug", "noise", "wandb_project")],
+        *[(RL, flag, None) for flag in ("judge", "curriculum", "replay_buffer", "agent", "tools", "port", "n")],
+        *[(DATA, flag, None) for flag in ("language", "dedup_threshold", "packing_size", "mask")],
+    ],
+)
+def test_only_a_close_name_is_named(script, flag, near, capsys):
+    said = refused(capsys, script, f"--{flag}", "1")
+    assert said.startswith(f"error: unknown flag --{flag}; {f'the nearest is --{near};' if near else 'see '}"), said
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "truth"),
+    [
+        (RL, "--use_vllm", "there is no vLLM yet"),
+        (RL, "--loss_type grpo", "there are no DPO, GRPO or other losses yet"),
+        (RM, "--loss_type sigmoid", "there are no DPO, GRPO or other losses yet"),
+        (RL, "--algorithm grpo", "PPO with a critic"),
+        (SFT, "--load_in_4bit", "weights are not quantised"),
+        (SFT, "--packing", "a row holds one conversation"),
+        (RM, "--dpo_beta 0.1", "there is no DPO yet"),
+        (RM, "--beta 0.1", "there is no DPO yet"),
+        (RL, "--epsilon_high 0.28", "step 3's --cliprange_high is"),
+        (RL, "--tensor_parallel_size 2", "--zero_stage 3"),
+        (SFT, "--use_flash_attn", "--attn_implementation flash_attention_2"),
+    ],
+)
+def test_what_is_not_there_yet_is_said_to_be_so(script, words, truth, capsys):
+    said = refused(capsys, script, *words.split())
+    assert said.startswith(f"error: there is no {words.split()[0]}") and truth in said and "nearest" not in said
 
 
 def test_a_typing_error_is_told_before_what_is_missing(capsys):
@@ -208,13 +254,6 @@ def test_a_typing_error_is_told_before_what_is_missing(capsys):
         (["--rollout_batch_size", 10, "--num_generations", 4], "--rollout_batch_size 10 .* --num_generations 4"),
         (["--rollout_batch_size", 10, "--minibatch_size", 4], "--rollout_batch_size 10 .* --minibatch_size 4"),
         (["--rollout_batch_size", 16, "--minibatch_size", 32], "--rollout_batch_size 16 .* --minibatch_size 32"),
-        (["--temperature", 0], "--temperature is 0.0, wanted a number between 1e-06 and 100"),
-        (["--top_p", 0], "--top_p is 0.0"),
-        (["--top_p", 1.1], "--top_p is 1.1"),
-        (["--gamma", 1.5], "--gamma is 1.5, wanted a number between 0 and 1"),
-        (["--lam", -0.1], "--lam is -0.1"),
-        (["--dual_clip", 1], "--dual_clip is 1.0, wanted a number above 1 or none"),
-        (["--kl_target", 0], "--kl_target is 0.0"),
         (["--kl_target", 3, "--kl_coef", 0], "--kl_coef 0 would stay 0"),
         (["--reward_weights", 1, 2], "--reward_weights has 2 numbers for 1 reward sources"),
         (["--reward", "a", "--reward", "b", "--reward_weights", 1], "has 1 numbers for 2 reward sources"),
@@ -238,6 +277,167 @@ def test_switches_can_be_turned_off_and_lists_repeat():
     assert parse(RL, "--whiten_rewards").whiten_rewards and not parse(RL).whiten_rewards
     args = parse(RL, "--reward", "a", "--reward=b", "--reward_weights", "1", "0.5")
     assert args.reward == ["a", "b"] and args.reward_weights == [1.0, 0.5]
+
+
+# ---- numbers
+
+# May be below 0: a reward can be weighed against another, and a penalty below 0 is a bonus.
+SIGNED = {"--reward_weights", "--length_penalty", "--local_rank"}
+
+
+def number_flags() -> list[tuple[str, str, argparse.Action]]:
+    """(script, flag, its action) of every flag whose value is a number, in all scripts that have a command line."""
+    found, parsers = [], []
+
+    def catch(parser, *_):
+        parsers.append(parser)
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli.Parser, "parse_args", catch)
+        for script in sorted([*ROOT.glob("step*/*.py"), *ROOT.glob("scripts/*.py")]):
+            if "cli.Parser(" not in script.read_text():
+                continue
+            name = script.relative_to(ROOT).as_posix()
+            with pytest.raises(SystemExit):
+                module_of(name).parse_args([])
+            found += [(name, action.option_strings[-1], action) for action in parsers.pop()._actions if takes(action)]
+    return found
+
+
+def takes(action: argparse.Action) -> bool:
+    """Whether a flag takes numbers: its type makes one of "1" and nothing of a word."""
+    try:
+        value = action.type("1") if action.type and action.choices is None else None
+    except (ValueError, argparse.ArgumentTypeError):
+        return False
+    return isinstance(value, int | float)
+
+
+def test_every_number_has_a_range(capsys):
+    flags = number_flags()
+    assert len({script for script, _, _ in flags}) >= 8 and len(flags) > 90, "or this test looks at nothing"
+    for script, flag, action in flags:
+        below = "-1e31" if flag in SIGNED else "-1"
+        for text in ("nan", "-nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "1e31", str(10**31), below, "", "0x"):
+            with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+                action.type(text)
+                print(f"{script} {flag} takes {text!r}")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--temperature", 0], "0 is out of range, wanted a number from 1e-06 to 100;"),
+        (["--top_p", 0], "0 is out of range, wanted a number above 0 to 1;"),
+        (["--top_p", 1.1], "1.1 is out of range"),
+        (["--gamma", 1.5], "1.5 is out of range, wanted a number from 0 to 1;"),
+        (["--lam", -0.1], "-0.1 is out of range"),
+        (["--dual_clip", 1], "1 is out of range, wanted a number above 1 or none;"),
+        (["--kl_target", 0], "0 is out of range, wanted a number above 0 or none;"),
+        (["--score_clip", 0], "0 is out of range, wanted a number above 0 or none;"),
+        (["--score_clip", -2], "-2 is out of range, wanted a number above 0 or none;"),
+        (["--cliprange_high", -0.5], "-0.5 is out of range, wanted a number from 0 or none;"),
+        (["--cliprange_value", -3], "-3 is out of range, wanted a number above 0 or none;"),
+        (["--missing_eos_penalty", "nan"], "nan is out of range, wanted a number from 0 or none;"),
+        (["--reward_weights", "inf"], "inf is out of range, wanted a number from -1e+06 to 1e+06;"),
+        (["--seed", 2**65], f"{2**65} is out of range, wanted a whole number from 0 to 4294967295;"),
+        (["--seed", "9" * 400], f"{'9' * 40}... is out of range"),
+    ],
+)
+def test_a_number_out_of_range_is_told_with_its_range(words, wanted, capsys):
+    assert f"argument {words[0]}: {wanted}" in refused(capsys, RL, *words)
+
+
+def test_a_number_out_of_range_in_a_file_is_refused_too(tmp_path, capsys):
+    for text in ("score_clip: .nan", "score_clip: -.inf", "seed: -1", "kl_target: 1e999"):
+        assert "out of range" in refused(capsys, RL, "--config", config(tmp_path, text))
+
+
+# ---- outside text in a line
+
+NASTY = "oracle\x1b]2;title taken\x07\x1b[1A\x1b[2K\rdone: all is fine\nerror: \u202e\x9b2J"
+SHOWN = r"oracle\x1b]2;title taken\x07\x1b[1A\x1b[2K\rdone: all is fine\nerror: \u202e\x9b2J"
+
+
+def test_no_line_of_ours_is_obeyed_by_a_terminal(capsys, monkeypatch):
+    def failing(error):
+        def main():
+            raise error
+
+        return main
+
+    assert cli.run(failing(UserError(NASTY))) == 2 and cli.run(failing(RunFailed(NASTY))) == 1
+    assert cli.run(failing(Stopped(15, NASTY))) == 143
+    assert capsys.readouterr().err == f"error: {SHOWN}\nerror: {SHOWN}\n{SHOWN}\n"
+    cli.Parser("").note(NASTY)
+    assert capsys.readouterr().err == f"note: {SHOWN}\n"
+    assert SHOWN in refused(capsys, SFT, f"--{NASTY}=1").replace(r"\\", "\\")
+    assert r"\x1b]2;" in refused(capsys, SFT, "--seed", NASTY)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://user:secret@hub.example/api", "https://***@hub.example/api"),
+        ("http://user:se/c@ret@hub.example:80", "http://***@hub.example:80"),
+        ("https://hf_token@hub.example", "https://***@hub.example"),
+        ("https://hub.example:8080/a?b=c", "https://hub.example:8080/a?b=c"),
+        ("mail me@example.org: 3 // 4", "mail me@example.org: 3 // 4"),
+    ],
+)
+def test_a_password_in_an_address_is_not_shown(address, shown, capsys):
+    def main():
+        raise UserError(f"HF_ENDPOINT ({address}) cannot be reached")
+
+    cli.run(main)
+    assert capsys.readouterr().err == f"error: HF_ENDPOINT ({shown}) cannot be reached\n"
+
+
+def test_nor_in_what_libraries_log(caplog):
+    cli.run(lambda: logging.getLogger("huggingface_hub.utils").warning("HEAD %s\x1b[2J", "http://a:secret@b/c"))
+    assert caplog.messages == [r"HEAD http://***@b/c\x1b[2J"]
+
+
+# ---- refusals come before anything heavy
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        (RL, "--actor base --critic reward --reward nowhere.py:f", "there is no file nowhere.py"),
+        (RL, "--actor base --critic reward --reward rewards.py", "which function of it?"),
+        (RL, "--actor reward --critic reward", "is of stage 'reward', wanted 'sft'"),
+        (RL, "--actor base --critic reward --output_dir done", "holds a finished run"),
+        (RL, "--actor base --critic reward --data nowhere", "--data nowhere: no such folder"),
+        (RM, "--model base", "--data is missing"),
+        (RM, "--model base --output_dir mixed", "holds other things (notes)"),
+        (SFT, "--model base --ds_config nowhere.json", "--ds_config nowhere.json: no such file"),
+        (SFT, "--model base --resume_from_checkpoint nowhere", "--resume_from_checkpoint nowhere: no such folder"),
+        (SFT, "--model base --report_to wandb", "the package is not installed"),
+        ("scripts/evaluate.py", "--model base --judge nowhere.py:f", "there is no file nowhere.py"),
+        ("scripts/evaluate.py", "--model reward --judge gold", "is of stage 'reward'"),
+        ("scripts/chat.py", "--model reward", "is of stage 'reward'"),
+        ("scripts/report.py", "nowhere", "nowhere: no such folder"),
+        ("scripts/plan.py", "--num_gpus 3 --num_nodes 2 -- step1_sft/train.py --model base", "cannot be spread evenly"),
+    ],
+)
+def test_what_needs_no_model_is_told_before_anything_heavy_is_loaded(tmp_path, script, words, said):
+    for folder, stage in (("base", "base"), ("reward", "reward"), ("done/actor", "rlhf-actor")):
+        record = {"stage": stage, "format_version": 1, "files": {}}
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "stage.json").write_text(json.dumps(record))
+    (tmp_path / "mixed/notes").mkdir(parents=True)
+    if "wandb" in words and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    command = [sys.executable, "-X", "importtime", ROOT / script, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    told = [line for line in lines if not line.startswith("import time:")]
+    assert done.returncode == 2 and len(told) == 1 and told[0].startswith("error: ") and said in told[0], told
+    loaded = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert not {"torch", "transformers", "deepspeed", "datasets"} & loaded
 
 
 # ---- files of settings
@@ -324,12 +524,12 @@ def test_json_and_stage_records_are_read_too(tmp_path):
     ("text", "message"),
     [
         ("learning_rte: 1", "unknown key 'learning_rte'; the nearest is learning_rate"),
-        ("seed: x", "seed: argument --seed: invalid int value: 'x'"),
-        ("seed: 1.5", "invalid int value: '1.5'"),
+        ("seed: x", "seed: argument --seed: invalid whole number value: 'x'"),
+        ("seed: 1.5", "invalid whole number value: '1.5'"),
         ("seed: [1, 2]", "seed is a list, wanted one value"),
         ("seed:", "seed is empty; give it a value or leave it out"),
         ("zero_stage: 7", "invalid choice: 7"),
-        ("per_device_train_batch_size: 0", "0 is not at least 1"),
+        ("per_device_train_batch_size: 0", "0 is out of range, wanted a whole number from 1;"),
         ("offload_optimizer: maybe", "offload_optimizer is 'maybe', wanted true or false"),
         ("gradient_checkpointing: 1", "gradient_checkpointing is 1, wanted true or false"),
         ("report_to: [tensorboard, x]", "invalid choice: 'x'"),
@@ -352,7 +552,7 @@ def test_a_wrong_entry_names_file_and_key(tmp_path, text, message, capsys):
     [
         ("a: [1", "neither yaml nor json: while parsing a flow sequence"),
         ("- 1\n- 2", "holds a list, wanted `flag: value` pairs"),
-        ("", "holds a NoneType"),
+        ("", "holds null, wanted"),
         (None, "No such file"),
     ],
 )

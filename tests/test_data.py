@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from common import batches, chat_format, data, examples
 from common.errors import UserError
+from step3_rlhf import train as rlhf
 
 
 @functools.cache
@@ -92,8 +93,8 @@ def test_shares_other_than_step_0_dealt_out_are_refused(root):
         parent = {"data": {"path": str(root), "hash": "whole"}}
         with pytest.raises(UserError, match=f"--data_split {shares}, but step 0 dealt"):
             data.locate_or_inherit(None, parent, "sft", shares)
-    for lacking in ({"args": {}}, {"files": None}):
-        (root / "manifest.json").write_text(json.dumps(manifest | lacking))
+    for foreign in (manifest | {"args": {}}, {"name": "of another program"}):
+        (root / "manifest.json").write_text(json.dumps(foreign))
         with pytest.raises(UserError, match="has no record of a split by step 0; leave --data_split out"):
             data.locate(root, "sft", "2,4,4")
 
@@ -175,7 +176,7 @@ def test_locate_errors(root, tmp_path):
     assert "has a manifest but no parquet files" in refused(empty, "sft")
 
     (root / "manifest.json").write_text("{")
-    assert "manifest.json is damaged" in refused(root, "prompts")
+    assert "the file is damaged, prepare the data again" in refused(root, "prompts")
 
 
 def test_data_is_inherited_from_the_parent_model(root):
@@ -390,6 +391,41 @@ def test_steps_go_through_every_epoch_once(n, batch_size, epochs):
     for start in range(0, len(stream), n):
         epoch = stream[start : start + n]
         assert len(set(epoch)) == len(epoch) and set(epoch) <= set(range(n))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "flags", "ranks", "wanted"),
+    [
+        (128, "", 1, (2, 8, "128 prompts; 2 RL steps of 64 responses, 8 optimizer steps")),
+        (127, "", 1, (2, 8, "127 prompts; 2 RL steps of 64 responses, the last one of 63, 8 optimizer steps")),
+        (65, "", 1, (2, 6, "65 prompts; 2 RL steps of 64 responses, the last one of 1, 6 optimizer steps")),
+        (65, "", 2, (1, 4, "65 prompts; 1 RL steps of 64 responses; 1 prompt(s) left over at the end, too few for 2 ")),
+        (20, "", 1, (1, 2, "20 prompts; 1 RL steps of 20 responses, 2 optimizer steps")),
+        (65, "--num_generations 4", 2, (5, 18, "65 prompts; 5 RL steps of 64 responses, the last one of 4, 18 opt")),
+        (40, "--num_train_epochs 2", 1, (2, 6, "40 prompts; 2 RL steps of 64 responses, the last one of 16, 6 opt")),
+        (
+            20,
+            "--max_steps 3",
+            1,
+            (3, 12, "steps of 64 responses; a step takes 64 prompts, so each of the 20 comes sev"),
+        ),
+        (108, "--max_steps 25", 1, (25, 100, "108 prompts; 25 RL steps of 64 responses, 100 optimizer steps")),
+    ],
+)
+def test_every_prompt_of_a_pass_is_answered(prompts, flags, ranks, wanted):
+    """64 responses a step, 32 a minibatch, 2 passes over them: counted by hand."""
+    args = rlhf.parse_args(["--actor", "A", "--critic", "C", *flags.split()])
+    steps, optimizer_steps, words = rlhf.count_steps(args, prompts, ranks)
+    assert (steps, optimizer_steps) == wanted[:2] and wanted[2] in words
+    epochs = None if args.max_steps else args.num_train_epochs
+    answered = [batches.step_rows(at, 64 // args.num_generations, prompts, 1, epochs) for at in range(steps)]
+    if ranks == 1 and not args.max_steps:
+        assert sorted(sum(answered, [])) == sorted(list(range(prompts)) * int(epochs))
+
+
+def test_a_step_of_fewer_responses_than_ranks_is_refused():
+    with pytest.raises(UserError, match="a step of 3 responses is less than the 4 ranks"):
+        rlhf.count_steps(rlhf.parse_args(["--actor", "A", "--critic", "C"]), 3, 4)
 
 
 def test_num_steps_by_hand():

@@ -150,6 +150,33 @@ def test_a_fresh_start_starts_afresh_and_a_resumed_run_keeps_what_it_had_done(tm
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+def test_a_resumed_run_says_which_of_its_lines_are_lost(tmp_path):
+    def resumed() -> list[str]:
+        with make(tmp_path, resume_step=6, lines=lines) as log:
+            return [problem.replace(f"{tmp_path}/", "") for problem in log.problems]
+
+    with make(tmp_path) as log:
+        for step in range(1, 7):
+            log.log(step, {"loss": step / 7})
+            log.samples(step, [{"row": 0, "prompt": "p", "response": str(step)}] * (step % 3 == 0))
+        lines = log.lines()
+    assert lines == {"metrics": 6, "timings": 6, "samples": 2} and resumed() == []
+    torn = (tmp_path / "metrics.jsonl").read_text().replace('{"step": 2, "loss": ', '{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text(torn)
+    whole = (tmp_path / "timings.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "timings.jsonl").write_text("".join(whole[:4]))
+    (tmp_path / "samples.jsonl").unlink()
+    assert resumed() == [
+        "warning: metrics.jsonl has 5 of 6 lines of the steps up to 6: line 2 cannot be read",
+        "warning: timings.jsonl has 4 of 6 lines of the steps up to 6: the others are gone",
+        "warning: samples.jsonl has 0 of 2 lines of the steps up to 6: it is gone",
+    ]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 3, 4, 5, 6]
+    for bad in ("[]", '{"loss": 1}', '{"step": "1"}', "\x00", '{"step": NaN}'):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{bad}\n')
+        assert "line 2 cannot be read" in resumed()[0]
+
+
 def test_a_killed_run_leaves_whole_lines(tmp_path):
     code = f"""
 import os, sys

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,42 @@ def test_what_does_not_fit_is_refused_with_a_change_that_helps(bases, tmp_path, 
         plan.main(["--num_gpus", "1", "--gpu_gb", "79", "--host_gb", "30", *sft])
     with pytest.raises(UserError, match="no flag makes it fit here"):
         plan.main(["--num_gpus", "8", "--gpu_gb", "2", "--host_gb", "900", *recipe(bases, tmp_path)])
+
+
+def test_what_is_of_this_machine_is_said_with_the_flag_for_another(bases, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "free_host_memory", lambda: 10 * GIB)
+    with pytest.raises(UserError) as caught:
+        plan.main([*MACHINE[:4], *recipe(bases, tmp_path)])
+    said = str(caught.value)
+    assert said.endswith(
+        "the GPUs hold it, the host does not: it takes a machine with more memory; that is of this machine; for "
+        "another give --host_gb"
+    )
+    with pytest.raises(UserError) as caught:
+        plan.main([*MACHINE[:4], "--host_gb", "10", *recipe(bases, tmp_path)])
+    assert "this machine" not in str(caught.value) and "no flag makes it fit" not in str(caught.value)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    with pytest.raises(UserError, match="that is of this machine; for another give --disk_gb"):
+        plan.main([*MACHINE, *recipe(bases, tmp_path)])
+    plan.main([*MACHINE, "--disk_gb", "400", *recipe(bases, tmp_path)])
+    with pytest.raises(UserError, match=r"take 392.4 GiB of disk, 300.0 are free; make room"):
+        plan.main([*MACHINE, "--disk_gb", "300", *recipe(bases, tmp_path)])
+
+
+def test_a_hub_that_does_not_answer_is_asked_nothing(tmp_path):
+    """The client's own retries take half a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://user:secret@127.0.0.1:{closed.getsockname()[1]}"
+    environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k != "HF_HUB_OFFLINE"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/plan.py", *MACHINE, "--", "step1_sft/train.py", "--model", "Qwen/Qwen2.5-7B"],
+        capture_output=True,
+        text=True,
+        env=environment | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path)},
+    )
+    note, error = done.stderr.splitlines()
+    assert done.returncode == 2 and "Retrying" not in done.stderr and "secret" not in done.stderr
+    assert note.startswith("note: http://***@127.0.0.1:") and error.startswith("error: no model configuration")
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(bases, tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def lines(rows) -> str:
 
 
 def stage(name, args):
-    return json.dumps({"stage": name, "format_version": 1, "args": args, "seed": 1, "packages": {"torch": "2"}})
+    return json.dumps({"stage": name, "format_version": 1, "args": args, "files": {}, "seed": 1, "packages": {}})
 
 
 def answer(model, text, score, prompt="How?", **more):
@@ -197,16 +197,18 @@ def test_text_from_files_stays_text(out):
     "file, content, words",
     [
         ("evaluation.json", None, ["Not judged yet.", "No answers before and after"]),
-        ("evaluation.json", b"{", ["evaluation.json cannot be read", "Not judged yet."]),
-        ("evaluation.json", b"[1]", ["evaluation.json holds a list"]),
-        ("evaluation.json", b'{"models": 3}', ["is not what scripts/evaluate.py writes"]),
+        ("evaluation.json", b"{", ["evaluation.json: is not json", "Not judged yet."]),
+        ("evaluation.json", b"[1]", ["evaluation.json: holds a list, wanted names and values"]),
+        ("evaluation.json", b'{"models": 3}', ["evaluation.json: has no judge, wanted text"]),
         ("evaluation.samples.jsonl", None, ["evaluation.samples.jsonl: No such file", "Yes. On"]),
         ("rlhf/timings.jsonl", None, ["rlhf/timings.jsonl: No such file", "0:30"]),
         ("rlhf/samples.jsonl", None, ["rlhf/samples.jsonl: No such file"]),
         ("rlhf/actor/stage.json", None, ["no readable stage.json", "Not finished: step 3 is the last one written, "]),
         ("rlhf/actor/stage.json", b"{}", ["no readable stage.json"]),
-        ("sft/stage.json", b"\xff\x00", ["sft/stage.json cannot be read", "Not finished"]),
-        ("sft/stage.json", b'{"stage": "sft"}', ["seed"]),
+        ("sft/stage.json", b"\xff\x00", ["sft/stage.json: is not UTF-8 text (byte 0)", "Not finished"]),
+        ("sft/stage.json", b'{"stage": "sft"}', ["sft/stage.json: has no format_version, wanted a whole number"]),
+        ("summary.json", b'{"gold_sft": 1' + b"0" * 400 + b"}", ["Step 1"]),
+        ("summary.json", b"[" * 99999, ["summary.json: is nested too deeply"]),
         ("logs/rlhf.seconds", b"soon", ["0:24"]),
         ("summary.json", b'{"gold_sft": 1}', ["The figures of summary.json", "gold score, SFT 1"]),
         ("rlhf/metrics.jsonl", b"", ["finished · 0 steps"]),
@@ -314,7 +316,7 @@ def test_each_stage_in_words(out):
 
 def test_numbers_that_are_not_finite_are_named(out):
     rows = [dict(row) for row in PPO]
-    rows[1]["loss/value_avg"], rows[2]["loss/value_avg"] = None, float("nan")
+    rows[1]["loss/value_avg"], rows[2]["loss/value_avg"] = None, None
     (out / "rlhf" / "metrics.jsonl").write_text(lines(rows))
     page = page_of(out)
     page.has("loss/value_avg was no finite number at 2 of its steps, first at step 2.")

@@ -202,7 +202,7 @@ def test_a_flipped_bit_in_the_newest_is_found_and_the_one_before_is_used(copy, r
         ("--resume_from_checkpoint --learning_rate 1e-3", "--learning_rate was 0.01 and is 0.001 now"),
         ("--resume_from_checkpoint --zero_stage 2", "--zero_stage was 0 and is 2 now"),
         ("--resume_from_checkpoint --model reward", "the content of model was"),
-        ("--resume_from_checkpoint copy/nowhere", "nowhere: no readable manifest.json"),
+        ("--resume_from_checkpoint copy/nowhere", "nowhere: no such folder"),
         ("--resume_from_checkpoint interrupted/checkpoint-4", "is not in --output_dir copy"),
     ],
 )
@@ -280,6 +280,60 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(root):
     assert "checkpoint-2 is whole" in line and "--resume_from_checkpoint" in line
     done = start("sft", "full", root, more="--resume_from_checkpoint")
     assert done.codes == [0] and "resuming after step 2" in done.output[0], done.output
+
+
+# ---- what stands in the folder when a run goes on
+
+
+def put(folder: Path, name: str, step: int, content: str = "weights") -> Path:
+    """A checkpoint as `resume` describes it, of no engine."""
+    path = folder / name
+    path.mkdir(parents=True)
+    (path / "state").write_text(content)
+    files = {"state": {"size": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}}
+    manifest = {"step": step, "counters": {}, "identity": {}, "files": files}
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest}))
+    return path
+
+
+def go_on(folder: Path, asked: str | None = "latest") -> resume.Checkpoints:
+    return resume.Checkpoints(folder, resume.Saving(0, 2, asked), 10, {})
+
+
+def test_a_renamed_checkpoint_is_named_and_nothing_is_set_aside(tmp_path):
+    put(tmp_path, "checkpoint-77", 6)
+    for _ in range(2):  # the same command once more says the same
+        with pytest.raises(UserError, match=r"checkpoint-77 is of step 6; rename it to checkpoint-6 to go on from it"):
+            go_on(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-77"]
+    put(tmp_path, "checkpoint-3", 3)
+    found = go_on(tmp_path)
+    assert found.step == 3 and "checkpoint-77 is of step 6" in found.notes[0]
+    assert (tmp_path / "checkpoint-77").is_dir()
+    with pytest.raises(UserError, match="rename it to checkpoint-6"):
+        go_on(tmp_path, str(tmp_path / "checkpoint-77"))
+
+
+@pytest.mark.parametrize("name", ["checkpoint-best", "abandoned-checkpoint-6-ab12", "a-checkpoint-6", "checkpoint-06"])
+def test_nothing_begins_at_step_1_beside_a_checkpoint_of_another_name(tmp_path, name):
+    put(tmp_path, name, 6)
+    with pytest.raises(UserError, match=f"has no checkpoint-STEP to go on from, but {name}; rename it so"):
+        go_on(tmp_path)
+    with pytest.raises(UserError, match=f"holds {name} of a run that did not finish"):
+        go_on(tmp_path, None)
+
+
+def test_a_damaged_checkpoint_further_on_does_not_push_out_a_new_one(tmp_path):
+    put(tmp_path, "checkpoint-9", 9)
+    (tmp_path / "checkpoint-9/state").write_text("changed")
+    put(tmp_path, "checkpoint-3", 3)
+    run = resume.Checkpoints(tmp_path, resume.Saving(0, 1, "latest"), 10, {})
+    staging = tmp_path / ".tmp-checkpoint-4-x"
+    staging.mkdir()
+    run._publish(staging, 4, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-9"]
+    assert go_on(tmp_path).step == 4
 
 
 def test_checkpoints_that_cannot_fit_are_refused_before_the_first_step(tmp_path, monkeypatch):
@@ -377,9 +431,9 @@ def test_every_kind_of_damage_is_found_before_anything_is_loaded(interrupted, tm
         size = (whole / name).stat().st_size
         damages = {f"flip {at}": at for at in {0, size // 3, size // 2, size - 1}}
         for damage in [*damages, "truncate", "delete", "hole", "other"]:
-            shutil.rmtree(tmp_path / "c", ignore_errors=True)
-            shutil.copytree(whole, tmp_path / "c")
-            file = tmp_path / "c" / name
+            shutil.rmtree(tmp_path / "checkpoint-4", ignore_errors=True)
+            shutil.copytree(whole, tmp_path / "checkpoint-4")
+            file = tmp_path / "checkpoint-4" / name
             content = bytearray(file.read_bytes())
             if damage in damages:
                 content[damages[damage]] ^= 1
@@ -393,9 +447,9 @@ def test_every_kind_of_damage_is_found_before_anything_is_loaded(interrupted, tm
             else:  # the same file of another step
                 file.write_bytes((interrupted / "checkpoint-2" / name).read_bytes())
             try:
-                resume.verify(tmp_path / "c")
+                resume.verify(tmp_path / "checkpoint-4")
             except UserError as error:
-                assert str(tmp_path / "c") in str(error)
+                assert str(tmp_path / "checkpoint-4") in str(error)
                 found += 1
             else:
                 same = file.exists() and file.read_bytes() == (whole / name).read_bytes()
@@ -406,7 +460,7 @@ def test_every_kind_of_damage_is_found_before_anything_is_loaded(interrupted, tm
 
 
 def test_a_file_nobody_wrote_is_found(interrupted, tmp_path):
-    shutil.copytree(interrupted / "checkpoint-4", tmp_path / "c")
-    (tmp_path / "c" / "model" / "more.pt").write_bytes(b"x")
+    shutil.copytree(interrupted / "checkpoint-4", tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / "model" / "more.pt").write_bytes(b"x")
     with pytest.raises(UserError, match=r"more\.pt is not in its manifest\.json"):
-        resume.verify(tmp_path / "c")
+        resume.verify(tmp_path / "checkpoint-4")

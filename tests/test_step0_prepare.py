@@ -570,7 +570,7 @@ def test_overwrite_deletes_only_prepared_data(tmp_path, monkeypatch, capsys):
     assert "is not from this program" in capsys.readouterr().err
     (out / "manifest.json").write_text("{")
     assert run(monkeypatch, *flags) == 2
-    assert "manifest.json is damaged" in capsys.readouterr().err
+    assert "remove the folder and prepare again" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_leaves_the_old_data(tmp_path, monkeypatch):
@@ -655,7 +655,7 @@ def test_of_many_files_left_out_some_are_named(tmp_path, monkeypatch, capsys):
         (["--dataset", "tiny", "x.jsonl"], "tiny stands alone"),
         (["--dataset", "missing.jsonl"], "missing.jsonl: no such file or folder"),
         (["--datset", "tiny"], "unknown flag --datset; the nearest is --dataset"),
-        (["--max_rows", "-1"], "-1 is negative"),
+        (["--max_rows", "-1"], "-1 is out of range, wanted a whole number from 0;"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, flags, message):

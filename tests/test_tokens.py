@@ -243,7 +243,7 @@ def test_damage_is_found_told_and_mended(tmp_path, capsys):
         "was changed since it was written (sha256)": lambda: path.write_bytes(flip(whole, len(whole) // 2)),
         f"has {len(whole) - 9} bytes, written were {len(whole)}": lambda: path.write_bytes(whole[:-9]),
         "cannot be used ([Errno 2]": path.unlink,
-        "cannot be used (Expecting": lambda: path.with_suffix(".json").write_bytes(sealed[:30]),
+        "cannot be used (is not json (Expecting": lambda: path.with_suffix(".json").write_bytes(sealed[:30]),
         "is of other tokens": lambda: path.with_suffix(".json").write_bytes(sealed.replace(b'"24"', b'"25"')),
         "": path.with_suffix(".json").unlink,  # never finished: no word
     }
