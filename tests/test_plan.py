@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_with_a_change_that_helps(bases, tmp_path, 
 
 
 def test_what_is_of_this_machine_is_said_with_the_flag_for_another(bases, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "free_host_memory", lambda: 10 * GIB)
+    monkeypatch.setattr(plan.memory, "free_host_memory", lambda: 10 * GIB)
     with pytest.raises(UserError) as caught:
         plan.main([*MACHINE[:4], *recipe(bases, tmp_path)])
     said = str(caught.value)
