@@ -135,7 +135,7 @@ CASES = [
     (reward, RM + "--offload_param --zero_stage 2", "--offload_param needs --zero_stage 3, seen 2"),
     (rlhf, RL + "--zero_stage 3 --critic_zero_stage 0 --offload_param", "--offload_param needs --zero_stage 3, seen 0"),
     (rlhf, RL + "--offload_frozen", "--offload_frozen needs --frozen_zero_stage 3"),
-    (sft, SFT + "--ds_config ds.json", "--ds_config ds.json has zero_optimization.stage 2, but --zero_stage is 0; change"),
+    (sft, SFT + "--ds_config ds.json", "ds.json has zero_optimization.stage 2, but --zero_stage is 0; change one"),
     (sft, SFT + "--ds_config nowhere.json", "--ds_config nowhere.json: "),
     (sft, SFT + "--report_to wandb", "--report_to wandb: the package is not installed"),
     # the roles of step 3
