@@ -69,7 +69,7 @@ KEYS: dict[str, Rule] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": ((True,), "without it no model could be saved"),
     "zero_optimization.compute_grad_norm": ((True,), "every step's gradient norm is checked and logged"),
     "zero_optimization.load_from_fp32_weights": ((True,), "a resumed run goes on from the same fp32 weights"),
-    "zero_optimization.stage3_module_granularity_threshold": ((0,), "our forwards gather no small modules then"),
+    "zero_optimization.stage3_module_granularity_threshold": ((0,), "small modules are then not gathered"),
     "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has no such stage any more"),
     "zero_optimization.zenflow": ((), "an update is complete before the next forward"),
     "zero_optimization.offload_optimizer.ratio": ((1,), _ADAMW),

@@ -30,7 +30,10 @@ TOOLS = [
 ENTRY_SCRIPTS = ["step0_data.prepare", *STEPS.values(), *TOOLS]
 LAUNCHERS = ("python", "deepspeed", "torchrun")
 # Flags of programs that are not ours.
-FOREIGN = {"--hostfile", "--num_accelerators", "--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint"}
+FOREIGN = {"--hostfile", "--num_accelerators", "--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint"} | {
+    "--master_port",
+    "--standalone",
+}
 TOP_FOLDERS = ("common/", "step0_data/", "step1_sft/", "step2_reward/", "step3_rlhf/", "scripts/", "tests/")
 
 
