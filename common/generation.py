@@ -114,7 +114,6 @@ def generate(
         step, rows: with `params.seed`, the key of the noise; `rows` are global row numbers (default 0, 1, ...). A row's
             tokens depend on nothing else: not on the other rows, their order, padding or the batch size.
         batch_size: rows decoded at once; 0 for all.
-
     """
     device = next(model.parameters()).device
     rows = list(range(len(prompts)) if rows is None else rows)
