@@ -116,7 +116,6 @@ def generate(
             padding or the batch size. A GPU in 16 bits rounds by the shape of the batch, and a near tie may then fall
             the other way.
         batch_size: rows decoded at once; 0 for all.
-
     """
     device = next(model.parameters()).device
     rows = list(range(len(prompts)) if rows is None else rows)

@@ -574,7 +574,7 @@ REFUSED = [
     (
         rlhf,
         "--actor gpt1 --critic gpt1 --reward rule.py:short --max_prompt_length 400 " + ONE,
-        "OpenAIGPTLMHeadModel takes no key-value cache",
+        "OpenAIGPTLMHeadModel cannot be sampled from here: it takes no key-value cache",
     ),
     (sft, "--model opt " + TALK, "no chat template; name one with --chat_template"),
     (

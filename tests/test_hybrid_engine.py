@@ -33,7 +33,8 @@ class FakeEngine:
 
 
 def rollout_engine(model, engine_generate) -> hybrid_engine.RolloutEngine:
-    trained = SimpleNamespace(module=SimpleNamespace(hf=model), zero_stage=0, engine=FakeEngine(engine_generate))
+    engine, module = FakeEngine(engine_generate), SimpleNamespace(hf=model)
+    trained = SimpleNamespace(module=module, zero_stage=0, dtype="fp32", engine=engine)
     return hybrid_engine.RolloutEngine(trained, "hybrid", 0, CPU)
 
 
