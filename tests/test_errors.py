@@ -171,7 +171,7 @@ CASES = [
     (sft, SFT + "--adam_beta2 1.5", "argument --adam_beta2: 1.5 is not a number from 0 to 0.99999"),
     (sft, SFT + "--num_train_epochs 0", "argument --num_train_epochs: 0 is not a number from 1e-06"),
     (sft, SFT + "--weight_decay x", "argument --weight_decay: invalid number value: 'x'"),
-    (sft, SFT + "--config nowhere.yaml", "--config nowhere.yaml: "),
+    (sft, SFT + "--config nowhere.yaml", "--config nowhere.yaml cannot be read: "),
     (sft, SFT + "--config ds.json", "ds.json: unknown key 'zero_optimization'"),
 ]
 
