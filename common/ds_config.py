@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from common.ds_keys import COUNT, DTYPE, FLAGS, KEYS, REMOVED, SECTIONS, SWITCH, rule_of
+from common.json_files import parse_json
 
 # Sections inside sections that DeepSpeed has at most, and then some.
 _DEEPEST = 8
@@ -98,26 +99,7 @@ def read(path: str | Path) -> dict:
     Raises:
         ValueError: it is no json, has a key twice, numbers that are not finite, or no object at the top.
     """
-
-    def once(pairs: list[tuple[str, object]]) -> dict:
-        names = [name for name, _ in pairs]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"it has {twice!r} twice; DeepSpeed refuses that too, since only one can count")
-        return dict(pairs)
-
-    def not_finite(text: str):
-        raise ValueError(f"it has {text}, which is no number of json")
-
-    try:
-        theirs = json.loads(Path(path).read_text("utf-8-sig"), object_pairs_hook=once, parse_constant=not_finite)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not a text in UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
-    except RecursionError:
-        raise ValueError("sections inside sections, too deep to read; DeepSpeed's own are three deep") from None
-    if not isinstance(theirs, dict):
-        raise ValueError(f"holds a {_kind(theirs)}, wanted a json object")
-    return theirs
+    return parse_json(Path(path).read_bytes(), {})
 
 
 def merge(ours: dict, theirs: dict, said: dict[str, tuple[object, str]]) -> dict:
@@ -213,7 +195,3 @@ def _short(value) -> str:
     said = value if isinstance(value, str) else json.dumps(value)
     said = said if len(said) <= 60 else f"{said[:57]}..."
     return repr(said) if isinstance(value, str) else said
-
-
-def _kind(value) -> str:
-    return {list: "list", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "number")

@@ -485,15 +485,15 @@ CONTRADICTS = [
     ('{"dump_state": "yes"}', "dump_state 'yes', wanted true or false"),
     ('{"communication_data_type": 16}', "communication_data_type 16, wanted fp32, bf16 or fp16"),
     # Files.
-    ('{"steps_per_print": 1, "dump_state": false, "steps_per_print": 2}', "ds.json: it has 'steps_per_print' twice"),
-    ('{"bf16": {"enabled": "auto", "enabled": false}}', "ds.json: it has 'enabled' twice"),
-    ('{"gradient_clipping": NaN}', "ds.json: it has NaN, which is no number of json"),
+    ('{"steps_per_print": 1, "dump_state": false, "steps_per_print": 2}', "ds.json: has the key 'steps_per_print' twice"),
+    ('{"bf16": {"enabled": "auto", "enabled": false}}', "ds.json: has the key 'enabled' twice"),
+    ('{"gradient_clipping": NaN}', "ds.json: holds NaN, which json does not know"),
     ('{"comms_logger": ' * 12 + "1" + "}" * 12, "comms_logger, a section deeper inside others than any of DeepSpeed"),
-    ('{"a": ' * 100_000, "ds.json: sections inside sections, too deep to read"),
-    ('{"steps_per_print": 1}'.encode("utf-16"), "ds.json: not a text in UTF-8 (invalid start byte at byte 0)"),
+    ('{"a": ' * 100_000, "ds.json: is nested too deeply"),
+    ('{"steps_per_print": 1}'.encode("utf-16"), "ds.json: is not UTF-8 text (byte 0)"),
     ('{"zero_optimization": {"offload_param": {"device": "cpu"}}}', "device 'cpu', which needs --zero_stage 3, seen 2"),
-    ("[]", "holds a list, wanted a json object"),
-    ("{", "ds.json: Expecting property name"),
+    ("[]", "holds a list, wanted names and values"),
+    ("{", "ds.json: is not json (Expecting property name"),
     (None, "ds.json: [Errno 2] No such file"),
 ]  # fmt: skip
 
