@@ -485,7 +485,7 @@ CONTRADICTS = [
     ('{"dump_state": "yes"}', "dump_state 'yes', wanted true or false"),
     ('{"communication_data_type": 16}', "communication_data_type 16, wanted fp32, bf16 or fp16"),
     # Files.
-    ('{"steps_per_print": 1, "dump_state": false, "steps_per_print": 2}', "ds.json: has the key 'steps_per_print' twice"),
+    ('{"steps_per_print": 1, "dump_state": false, "steps_per_print": 2}', "has the key 'steps_per_print' twice"),
     ('{"bf16": {"enabled": "auto", "enabled": false}}', "ds.json: has the key 'enabled' twice"),
     ('{"gradient_clipping": NaN}', "ds.json: holds NaN, which json does not know"),
     ('{"comms_logger": ' * 12 + "1" + "}" * 12, "comms_logger, a section deeper inside others than any of DeepSpeed"),
