@@ -191,7 +191,7 @@ def test_16_bits_are_one_run_at_every_stage_offloaded_or_not_with_adapters_or_no
         wanted = f"; ZeRO-{stage}{' (run as ZeRO-1)' if stage == 0 else ''}, {ranks} rank(s), {dtype}"
         assert words.endswith(wanted)
         wanted_losses, wanted_norms = zip(*expected, strict=True)
-        # An adapted layer's input gets gradients from base and adapter; ZeRO-3's hooks change the order of that sum.
+        # With adapters ZeRO-3's second gradient is off by a bf16 rounding; the cause was not found.
         precise = 1e-3 if dtype == "fp16" else 5e-3 if lora_r and stage == 3 else 1e-6
         assert losses == pytest.approx(wanted_losses, abs=precise), setting
         assert norms == pytest.approx(wanted_norms, rel=precise), setting
