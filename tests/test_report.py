@@ -352,6 +352,16 @@ def test_figures_lie_beside_their_bands(out, monkeypatch):
     assert "OUTSIDE" not in page_of(out).text and "reference runs" not in page_of(out).text
 
 
+@pytest.mark.parametrize("dataset", ["tiny", "tiny_zh"])
+def test_the_reference_runs_that_are_kept_can_be_drawn(out, dataset):
+    figures = dict.fromkeys(tiny_summary.FIGURES, 1.0)
+    (out / "summary.json").write_text(json.dumps(figures | {"seed": 1, "seconds": 3}))
+    (out / "settings").write_text(f"SEED=1 SHUFFLE_PREFERENCES=0 DATASET={dataset}".removesuffix(" DATASET=tiny"))
+    page_of(out).has("reference runs, lowest to highest", "at first,", "OUTSIDE")
+    for low, high in tiny_summary.bands(tiny_summary.REFERENCES / f"{dataset}.json").values():
+        assert low < high
+
+
 def test_what_was_not_learned_is_in_the_verdict(out):
     shares = {"polite": [0.25, 0.75, "better"], "topic": [0.5, 0.5, "same"]}
     (out / "summary.json").write_text(json.dumps({"gold_sft": 1, "qualities": shares}))
