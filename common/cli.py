@@ -548,7 +548,7 @@ def add_lora_flags(parser: Parser, dropout: bool):
     group = parser.add_argument_group("adapters (LoRA)")
     group.add_argument("--lora_r", type=whole(0, 65536), default=0, help="rank; only adapters are trained then; 0: all weights are")
     group.add_argument("--lora_alpha", type=number(1e-6), default=32, help="the adapter's update is scaled by alpha / r")
-    group.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], help="names of the layers that get one; all-linear: all but the output layer")
+    group.add_argument("--lora_target_modules", nargs="+", default=["all-linear"], help="names of the layers that get one; all-linear: all but output layer, routers and experts")
     if dropout:
         group.add_argument("--lora_dropout", type=number(0, 0.99), default=0.0, help="share of an adapter's inputs set to zero in training")
     return group

@@ -25,7 +25,8 @@ STEPS = {
 }
 PAGES = ["README.md", "step0_data/README.md", *STEPS]
 TOOLS = [
-    f"scripts.{name}" for name in ("evaluate", "chat", "report", "benchmark", "tiny_summary", "plan", "show_tokens")
+    f"scripts.{name}"
+    for name in ("evaluate", "chat", "report", "benchmark", "tiny_summary", "plan", "show_tokens", "merge_adapter")
 ]
 ENTRY_SCRIPTS = ["step0_data.prepare", *STEPS.values(), *TOOLS]
 LAUNCHERS = ("python", "deepspeed", "torchrun")
