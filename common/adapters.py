@@ -180,7 +180,7 @@ def fold(hf: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
         hf: the model that `state` is of; only its structure is read, so it may be sharded.
     """
     layers, rows = _layers(hf), _rows(hf)
-    folded = {}
+    folded, shared = {}, {}
     for name, value in state.items():
         owner, _, rest = name.rpartition(".base_layer.")
         if rest == "weight" and owner in layers:
@@ -189,7 +189,10 @@ def fold(hf: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
             update = layer.scaling[_NAME] * (up @ down)
             value = (value.float() + (update.T if layer.fan_in_fan_out else update)).to(value.dtype)
         elif rest == "weight" and owner in rows:
-            value = value.index_copy(0, rows[owner].ids.cpu(), _trained_rows(rows[owner], owner, state))
+            layer = rows[owner]
+            if id(layer.delta) not in shared:  # of tied layers one tensor, which is saved once
+                shared[id(layer.delta)] = value.index_copy(0, layer.ids.cpu(), _trained_rows(layer, owner, state))
+            value = shared[id(layer.delta)]
         if not _is_adapter(name, rows):
             folded[name.replace(".base_layer.", ".")] = value
     return folded

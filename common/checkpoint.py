@@ -50,9 +50,10 @@ _HOW_TO_MAKE = {
 }
 
 
-# What a run leaves in its folder beside its models, and our tools in it. The shell has a log open before we start.
-_RUN_FILES = ("metrics.jsonl", "timings.jsonl", "samples.jsonl", "report.html", "*.jsonl.tmp", "*.log")
-_RUN_FILES += ("evaluation.json", "evaluation.samples.jsonl")
+# What a run leaves in its folder beside its models, and our tools in it. A shell, nohup or Slurm has a log open before
+# we start.
+_RUN_FILES = ("metrics.jsonl", "timings.jsonl", "samples.jsonl", "report.html", "*.jsonl.tmp")
+_RUN_FILES += ("*.log", "*.out", "*.err", "evaluation.json", "evaluation.*.jsonl")
 _RUN_FOLDERS = ("tensorboard", "wandb")
 # What transformers and peft read in a model's folder, wherever it came from.
 _LOADED = ("adapter_config.json", "adapter_model.*", "config.json", "generation_config.json", "model*.safetensors*")

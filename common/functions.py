@@ -241,6 +241,14 @@ def _checked(name: str, doing: str, file: str, timeout: float) -> Iterator[None]
     import torch
 
     folder, dtype = os.getcwd(), torch.get_default_dtype()
+    process, leave = os.getpid(), os._exit
+
+    def leave_or_raise(status: int) -> None:
+        if os.getpid() != process:  # a child that such code has forked
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = leave_or_raise  # or the run would be over with this status and no model
     try:
         with _limited(timeout), torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
@@ -257,6 +265,7 @@ def _checked(name: str, doing: str, file: str, timeout: float) -> Iterator[None]
             what += ", install it beside this program"
         raise UserError(f"{name} failed {doing}: {what}{_where(error, file)}") from error
     finally:
+        os._exit = leave
         os.chdir(folder)
         torch.set_default_dtype(dtype)
 

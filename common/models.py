@@ -315,7 +315,7 @@ def stop_ids_of(path: str | Path, config) -> list[int]:
     """The stop tokens that a model names, in transformers' order: in generation_config.json, else in its `config`.
 
     Raises:
-        UserError: a generation_config.json that cannot be read.
+        UserError: a generation_config.json that cannot be read, or something else than ids.
     """
     from transformers import GenerationConfig
 
@@ -327,7 +327,10 @@ def stop_ids_of(path: str | Path, config) -> list[int]:
         eos = None
     if eos is None:
         eos = GenerationConfig.from_model_config(config).eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    ids = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
+    if any(type(i) is not int for i in ids):
+        raise UserError(f"{path}/generation_config.json: eos_token_id is {eos!r}, wanted ids of tokens; mend it")
+    return ids
 
 
 def set_special_tokens(hf: nn.Module, tokenizer, stop_ids: tuple[int, ...]) -> None:

@@ -138,7 +138,6 @@ def read_stats(folder: str | Path, norm: str) -> tuple[float, float]:
             "use --score_norm none or train it with step2_reward/train.py"
         )
     advice = "train it again with step2_reward/train.py, or use --score_norm none"
-    advice = "train it again with step2_reward/train.py, or use --score_norm none"
     stats = json_files.read_json(path, {"mean": json_files.number, "std": json_files.number}, advice)
     least = 1e-6 if norm == "standardize" else 0.0
     if stats["std"] < least:

@@ -15,6 +15,7 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file
 from small_models import SIZE, save_gpt2, save_llama, save_reward
 from small_tokenizers import qwen_like
 from torch.nn.functional import cross_entropy
@@ -172,6 +173,7 @@ def test_rows_of_new_tokens_are_trained_saved_and_read_by_peft(tied, stage, tmp_
     with torch.no_grad():
         adapted = model(ids, MASK)
         model.writer(text, pytest.fail)(tmp_path / "out")
+        assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is not tied
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
         torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-5, rtol=1e-5)

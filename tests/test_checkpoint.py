@@ -267,6 +267,7 @@ OURS = [
     "checkpoint-6/manifest.json",
 ]
 OURS += ["abandoned-checkpoint-8-ab12/manifest.json", ".lock", ".tokens/sft.arrow", ".DS_Store", "training.log"]
+OURS += ["nohup.out", "slurm-12.out", "slurm-12.err", "evaluation.samples.jsonl", "evaluation.unjudged.jsonl"]
 OURS += [".staging-1/config.json", ".tmp-checkpoint-3/x", "report.html", "evaluation.json"]
 
 

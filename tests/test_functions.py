@@ -291,6 +291,22 @@ def test_a_function_cannot_end_the_program(code):
     assert f"called sys.exit({code!r}) on 5 responses" in refusal(lambda completions, **_: sys.exit(code))
 
 
+def test_nor_by_leaving_without_cleaning_up():
+    leave = os._exit
+    assert "called sys.exit(0) on 5 responses" in refusal(lambda completions, **_: os._exit(0))
+    assert os._exit is leave
+
+
+def test_a_child_that_a_function_forks_may_leave():
+    def forks(prompts, completions):
+        child = os.fork()
+        if not child:
+            os._exit(7)
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] * 5
+
+    assert call(forks) == [7.0] * 5
+
+
 @pytest.mark.parametrize("kind", [StopIteration, RecursionError, GeneratorExit, asyncio.CancelledError, UserError])
 def test_whatever_is_raised_is_the_functions_failure(kind):
     def raises(prompts, completions):

@@ -466,6 +466,14 @@ def test_a_torn_generation_config_is_an_error(tmp_path):
         models.stop_ids_of(tmp_path, models.read_config(tmp_path))
 
 
+@pytest.mark.parametrize("eos", [True, 2.0, [2, True], {"2": 5}])
+def test_stop_tokens_that_are_no_ids_are_an_error(tmp_path, eos):
+    save_llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id is .*, wanted ids of tokens"):
+        models.stop_ids_of(tmp_path, models.read_config(tmp_path))
+
+
 def test_a_score_is_read_by_length_even_where_pad_ends_the_response(tmp_path):
     """Foreign folders with pad == EOS: plain transformers stops before the EOS, we read it."""
     save_reward(tmp_path)
