@@ -119,7 +119,7 @@ def _check_certain(row: dict, form_name: str) -> None:
         answers = COMPLETION if has(row, "prompt") else ANSWER
         both = [names for names in (LISTS, SCORES) if any(name in row for name in names)]
         lists = [name for names in both if len(both) == 2 for name in names]
-        for column in ("chosen", *REJECTED, *answers, "human_answers", *lists):
+        for column in ("chosen", *REJECTED, *answers, "human_answers", "messages", "conversations", *lists):
             if column in row and not has(row, column):
                 way_out = "give it an answer, or say --format prompt where rows are prompts only"
                 raise BadRow(f"{column} is null", way_out)
@@ -247,6 +247,8 @@ def _completion(row: Cells) -> Record:
     answer = [assistant(text)] if isinstance(value, str) else messages_of(value, column)
     check_prompt(prompt)
     check_answer(answer, column)
+    if answer[:-1]:
+        check_prompt([*prompt, *answer[:-1]])  # turns before the last answer, wherever they stand
     return Record(prompt, answer, set_aside=_unweighted([*prompt, *answer]))
 
 

@@ -221,8 +221,17 @@ def _check_no_other_text(row: Cells) -> None:
             raise BadRow(f"there is no prompt: {column} is {kind(value)}", f"fill it; {way_out}")
         if column in row.taken or name == "system" or _MARK_BESIDE.fullmatch(name) or _NO_PROMPT.fullmatch(name):
             continue
-        if isinstance(value, str) and value.strip() and number(value) is None:
+        if _holds_text(value):
             raise BadRow(f"there is no prompt: is it the column {column}?", f"say --columns prompt={column}; {way_out}")
+
+
+def _holds_text(value) -> bool:
+    """Whether it is text that may have been asked, or holds some."""
+    if isinstance(value, dict):
+        value = [it for name, it in value.items() if not _NO_PROMPT.fullmatch(str(name))]
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_text, value))
+    return isinstance(value, str) and bool(value.strip()) and number(value) is None
 
 
 def _split_common_text(first: str, second: str) -> tuple[list[dict], str, str]:

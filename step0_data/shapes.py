@@ -71,6 +71,7 @@ def unknown_kind(path: Path, known: tuple[str, ...]) -> str:
 # One JSON object that is the whole file -------------------------------------------------------------------------------
 
 _ENTRY = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}  # of LLaMA-Factory
+_WRAPPERS = {"data", "rows", "items", "records", "examples", "samples", "instances", "entries", "dataset", "train"}
 _RECORDS = "write it again with orient='records', lines=True"
 
 
@@ -96,7 +97,7 @@ def rows_in(path: Path, data: dict) -> list[dict] | None:
     """The rows inside an object that is the whole file; None if it is a row itself.
 
     Raises:
-        UserError: a description, a table told by its columns, several lists of rows.
+        UserError: a description, a table told by its columns, several lists of rows, rows beside what they would lose.
     """
     if describes(data):
         raise UserError(f"{path}: describes data and holds no rows; give the files of the data")
@@ -105,10 +106,20 @@ def rows_in(path: Path, data: dict) -> list[dict] | None:
     lists = [name for name, it in data.items() if _are_rows(it) and name.strip().lower() not in WORDS]
     if is_row(data):
         return None
+    beside = [name for name in data if name not in lists]
+    if lists and (lost := [name for name in beside if name.strip().lower() in WORDS]):
+        names = ", ".join(lost)
+        raise UserError(f"{path}: holds rows under {lists[0]} and {names} beside them; write {names} into each row")
+    if len(lists) == 1 and lists[0].strip().lower() not in _WRAPPERS and any(map(_is_nested, map(data.get, beside))):
+        return None  # one row of a form that is not known, of which the list is a part
     if len(lists) > 1:
         names = ", ".join(lists)
         raise UserError(f"{path}: holds {len(lists)} lists of rows ({names}); write each to a file of its own")
     return data[lists[0]] if lists else None
+
+
+def _is_nested(value) -> bool:
+    return isinstance(value, (dict, list))
 
 
 def _are_rows(value) -> bool:

@@ -744,6 +744,14 @@ BAD = {
         {"user_prompt": "Q", "chosen": "A poem", "rejected": "A pond"},
         "there is no prompt: is it the column user_prompt.; say --columns prompt=user_prompt; or take",
     ),
+    "turns in a list may be the prompt": (
+        {"turns": ["What is it?"], "chosen": "A poem", "rejected": "A pond"},
+        "there is no prompt: is it the column turns.",
+    ),
+    "text in an object may be the prompt": (
+        {"meta": {"id": "x", "asked": "What is it?"}, "chosen": "A poem", "rejected": "A pond"},
+        "there is no prompt: is it the column meta.",
+    ),
     "an empty column is the prompt": (
         {"question": "", "chosen": "A poem", "rejected": "A pond"},
         "there is no prompt: question is empty; fill it",
@@ -770,6 +778,14 @@ BAD = {
         {"messages": [*Q, assistant(" "), *Q, *A]},
         "an empty answer stands before the last turn; give turn 2 a text",
     ),
+    "an empty answer in a completion": (
+        {"prompt": "Q", "completion": [assistant(""), *Q, *A]},
+        "an empty answer stands before the last turn; give turn 2 a text",
+    ),
+    "an empty question in a completion": (
+        {"prompt": Q, "completion": [*A, user(" "), *B]},
+        "an empty user turn stands before the last turn; give turn 3 a text",
+    ),
     "an empty question": ({"messages": [user(""), *B, *Q, *A]}, "an empty user turn stands before the last turn"),
     "two answers in a row": ({"messages": [*Q, *A, *B]}, "messages ends with two answers in a row; join them"),
     "the prompt ends with an answer": ({"prompt": Q + A, "completion": "B"}, "the prompt ends with an assistant turn"),
@@ -779,6 +795,7 @@ BAD = {
     ),
     "a null answer": ({"question": "Q", "answer": float("nan")}, "answer is null; give it an answer"),
     "a null pair": ({"prompt": "Q", "chosen": None, "rejected": None}, "chosen is null; give it an answer"),
+    "null messages": ({"prompt": "Q", "messages": None}, "messages is null; give it an answer, or say --format"),
     "null responses": ({"prompt": "Q", "responses": None, "scores": None}, "responses is null"),
     "a null verdict": (
         {"prompt": "Q", "completion": "A", "label": None},

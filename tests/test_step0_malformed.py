@@ -483,6 +483,28 @@ def test_text_arrives_exactly_as_it_stands_in_the_file(tmp_path, monkeypatch, na
     assert ledger_of(out)["rows"] == len(TEXTS) and not ledger_of(out)["set_aside"]
 
 
+LOST = {
+    "a part of one row": (
+        {"info": {"post": "p"}, "summaries": [{"text": "a"}, {"text": "b"}], "choice": 0},
+        "unknown form with the columns info, summaries, choice",
+    ),
+    "what all rows share": (
+        {"system": "Be brief.", "rows": [{"question": "a", "answer": "b"}]},
+        "holds rows under rows and system beside them; write system into each row",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+@pytest.mark.parametrize("name", LOST)
+def test_a_list_of_objects_is_not_taken_out_of_what_it_belongs_to(tmp_path, monkeypatch, capsys, name, ending):
+    data, message = LOST[name]
+    path = tmp_path / f"a.{ending}"
+    path.write_text(json.dumps(data) + "\n")
+    assert run(monkeypatch, "--dataset", path, "--output_dir", tmp_path / "data") != 0
+    assert message in capsys.readouterr().err
+
+
 def test_a_line_of_50_mb_and_its_neighbours_arrive_whole(tmp_path, monkeypatch):
     long = "a long answer 你好 " * (50_000_000 // 20)
     rows = [{"instruction": f"q{i}", "output": text} for i, text in enumerate(["short", long, "short too"])]
