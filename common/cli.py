@@ -169,6 +169,8 @@ class Parser(argparse.ArgumentParser):
             return [name] if self._is_on(typed, values) else off[:1]
         if action.nargs is None and len(values) > 1:
             more = "; step 0 makes one folder of several sources" if action.dest == "data" else ""
+            if isinstance(action, argparse._AppendAction):
+                more = "; for several, repeat it: " + " ".join(f"{name} {value}" for value in values)
             self.error(f"{typed} takes one value, seen {len(values)}: {' '.join(values)}{more}")
         # One word: a value that begins with a dash stays a value.
         return [f"{name}={values[0]}"] if len(values) == 1 and action.nargs is None else [name, *values]

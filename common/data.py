@@ -1,5 +1,6 @@
 """Prepared data: finding and reading the files that step 0 wrote, known by what they hold."""
 
+import difflib
 import hashlib
 import json
 import math
@@ -72,7 +73,10 @@ def locate(data: str | Path, stage: str, shares: str | None = None) -> DataFiles
     path = Path(data)
     if not path.exists():
         how = f"make it with `{_PREPARE.format('tiny')}`"
-        if _HUB_NAME.match(str(data)):
+        prepared = [folder.parent.name for folder in path.parent.glob("*/manifest.json")]
+        if near := difflib.get_close_matches(path.name, prepared, 1, 0.7):
+            how = f"did you mean {path.with_name(near[0])}?"
+        elif _HUB_NAME.match(str(data)):
             how = f"if that is a data set of the hub, prepare it first: `{_PREPARE.format(data)}`"
         raise UserError(f"--data {data}: no such folder or file; {how}")
     if path.is_file():
@@ -121,7 +125,8 @@ def locate_or_inherit(data: str | None, parent: dict | None, stage: str, shares:
     recorded = (parent or {}).get("data")
     if not recorded or not recorded["path"]:
         raise UserError(
-            f"--data is missing and the parent model records none; make some with `{_PREPARE.format('tiny')}`"
+            "--data is missing and the parent model records none; name the folder that step 0 wrote, or make one with "
+            f"`{_PREPARE.format('tiny')}`"
         )
     files = locate(recorded["path"], stage, shares)
     if files.hash != recorded["hash"]:

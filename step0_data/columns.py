@@ -135,6 +135,8 @@ def pair_of_names(text: str) -> str:
     if not (ours and sign and theirs):
         raise ValueError(f"{text!r} is not OURS=THEIRS, such as prompt=question")
     if ours not in WORDS:
+        if theirs in ("prompt", "chosen", "rejected"):  # hardly theirs, where ours is no word of ours
+            raise ValueError(f"{ours!r} in {text!r} is none of our columns; ours stand left: {theirs}={ours}")
         raise ValueError(f"{ours!r} in {text!r} is none of our columns: {', '.join(WORDS)}")
     return text
 

@@ -158,6 +158,11 @@ def summary(counts: dict[str, dict[str, int]], ledger: list[dict]) -> str:
             not_kept, unread = [], [*not_kept, *unread]
         if not_kept:
             lines.append(f"  only prompts keep the columns {_few(not_kept)}")
+        if entry["kept"] and list(entry["forms"]) == ["prompt"]:
+            lines.append(
+                f"  prompts alone, with the columns {_few(entry['kept'])} for reward functions; "
+                "if these are answers, say which by --columns"
+            )
         if unread:
             lines.append(f"  no step reads the columns {_few(unread)}")
         if entry["own_split"]:

@@ -71,6 +71,7 @@ class Account:
     first: dict[str, str] = field(default_factory=dict)  # reason: where it was met first
     duplicates: int = 0
     not_kept: dict[str, None] = field(default_factory=dict)  # further columns of rows of a stage that has none
+    kept: dict[str, None] = field(default_factory=dict)  # further columns of prompts
     unread: dict[str, None] = field(default_factory=dict)  # what no stage keeps
     with_tools: int = 0  # rows used that have definitions of tools
     with_weights: int = 0  # and SFT rows with answers that are not trained
@@ -80,9 +81,10 @@ class Account:
         self.with_tools += record.tools is not None
         if stage == "sft":
             self.with_weights += any("weight" in turn for turn in record.prompt + record.answer)
-        if stage != "prompts" and record.extra and len(self.not_kept) < _COLUMNS:
+        further = self.kept if stage == "prompts" else self.not_kept
+        if record.extra and len(further) < _COLUMNS:
             said = [name for name, value in record.extra.items() if says(value) and name not in record.read]
-            self.not_kept.update(dict.fromkeys(said))
+            further.update(dict.fromkeys(said))
         if record.unread and len(self.unread) < _COLUMNS:
             self.unread.update(dict.fromkeys(record.unread))
 
@@ -107,6 +109,7 @@ class Account:
             "rejected": self.rejected,
             "duplicates": self.duplicates,
             "not_kept": list(self.not_kept),
+            "kept": list(self.kept),
             "unread": list(self.unread),
             "with_tools": self.with_tools,
             "with_weights": self.with_weights,

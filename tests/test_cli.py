@@ -181,6 +181,7 @@ def test_notes_are_said_once_however_many_ranks(monkeypatch, capsys):
         (SFT, ["--seed"], "argument --seed: expected one argument"),
         (SFT, ["--seed", "1", "2"], "--seed takes one value, seen 2: 1 2"),
         (SFT, ["--data_path", "a", "b"], "seen 2: a b; step 0 makes one folder of several sources"),
+        (RL, ["--reward", "a", "f.py:g"], "seen 2: a f.py:g; for several, repeat it: --reward a --reward f.py:g"),
         (RL, ["--reward_model_path"], "--reward_model_path takes one value, seen 0"),
         (SFT, ["--data_split", "1,2"], "1,2 is not three shares"),
         (SFT, ["--config"], "argument --config: expected one argument"),

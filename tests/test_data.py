@@ -144,6 +144,9 @@ def test_locate_errors(root, tmp_path):
     make = "python step0_data/prepare.py --dataset tiny --output_dir data"
     assert refused(tmp_path / "none", "sft") == f"--data {tmp_path}/none: no such folder or file; make it with `{make}`"
 
+    near = root.with_name(root.name + "s")
+    assert refused(near, "sft") == f"--data {near}: no such folder or file; did you mean {root}?"
+
     assert refused(root, "pretrain").startswith(f"--data {root} has no pretrain data, only sft, preference, prompts;")
     shutil.rmtree(root / "preference")
     assert "has no preference data, only sft, prompts;" in refused(root, "preference")

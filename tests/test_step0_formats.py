@@ -1005,6 +1005,7 @@ def test_a_mapped_column_that_a_row_lacks_is_named_with_those_it_has():
     ("words", "message"),
     [
         (["--columns", "promt=question"], "'promt' in 'promt=question' is none of our columns: prompt, chosen"),
+        (["--columns", "Frage=prompt"], "none of our columns; ours stand left: prompt=Frage"),
         (["--columns", "question"], "'question' is not OURS=THEIRS, such as prompt=question"),
         (["--columns", "prompt="], "'prompt=' is not OURS=THEIRS"),
         (["--format", "alpacca"], "invalid choice: 'alpacca' (choose from 'preference'"),

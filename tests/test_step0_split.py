@@ -241,6 +241,10 @@ def test_columns_that_nobody_reads_are_named(tmp_path):
     )
     assert "  only prompts keep the columns passage, id" in summary([entry])
     assert stages["prompts"]["train"][0]["passage"] == "long"
+    named_otherwise = {"question": "q", "good_answer": "a", "bad_answer": "b"}
+    stages, (entry,) = collect(tmp_path, [named_otherwise])
+    assert entry["forms"] == {"prompt": 1} and entry["kept"] == ["good_answer", "bad_answer"]
+    assert any("prompts alone, with the columns good_answer, bad_answer" in line for line in summary([entry]))
     text = {"text": "t", "title": "x"}
     stages, ledger = collect(tmp_path, [text], [{"question": "q", "answer": "a"}])
     assert [entry["not_kept"] for entry in ledger] == [["title"], []]
