@@ -175,8 +175,8 @@ def compare(folder: Path, parent: Path, heard: dict) -> None:
         assert same and same != set(old)
         adapted = PeftModel.from_pretrained(opened(parent, False), folder / "adapter").eval()
         torch.testing.assert_close(adapted(IDS).logits, plain, atol=1e-4 * float(plain.std()), rtol=0)
-    else:
-        assert not same
+    else:  # Phi-MoE's router has a gradient only where two experts nearly tie
+        assert all(name.endswith(".mlp.router.weight") for name in same) and len(same) <= 2, same
 
 
 def opened(folder: Path, is_scalar: bool, may_lack_head: bool = False) -> torch.nn.Module:
