@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from common import adapters, checkpoint
-from common.errors import RunFailed, UserError
+from common.errors import RunFailed, UserError, is_lost_contact
 from common.memory import free_host_memory
 from common.tensor_ops import position_ids_of
 
@@ -89,29 +89,39 @@ def at_last_token(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.T
 
 @torch.no_grad()
 def check_reading(model: Callable, hf: nn.Module, device: torch.device | str, exact: bool) -> None:
-    """Refuses a model whose output at a token is changed by padding or by later tokens, by trying it on a few tokens.
+    """Refuses a model whose output at a token is changed by padding, later tokens or training mode, by trying it.
 
-    Both would go unnoticed: batches are padded, so such a model learns from wrong numbers; an encoder sees the answer
-    that it should predict. A collective under ZeRO-3.
+    All would go unnoticed: batches are padded, so such a model learns from wrong numbers; an encoder sees the answer
+    that it should predict; noise in training is none of the policy that answers. A collective under ZeRO-3.
 
     Args:
         model: (ids, mask) -> (B, T, ...): a wrapper, or the engine it is in.
         exact: the model computes in fp32; otherwise rounding is given some room.
 
     Raises:
-        UserError: names the model's class and how far its output moved, or that it is not finite.
+        UserError: names the model's class and how far its output moved, that it is not finite, or why there is none.
     """
     a, b, c, d, e = _few_tokens(hf)
     ids = torch.tensor([[a, b, c, d, e, e], [e, e, a, b, c, d], [a, b, c, e, e, e]], device=device)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], device=device).bool()
     try:
         plain, shifted, other = model(ids, mask).float()
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if not adapters.present(hf):
+        without_noise = plain
+        if hf.training:
+            hf.eval()
+            without_noise = model(ids, mask)[0].float()
+            hf.train()
+    except Exception as error:  # whatever a family raises that is made in another way
+        if is_lost_contact(error) or isinstance(error, torch.OutOfMemoryError):
             raise
+        if adapters.present(hf):
+            raise UserError(
+                f"{type(hf).__name__} does not run with adapters in these layers ({_first_line(error)}); name others "
+                "with --lora_target_modules"
+            ) from error
         raise UserError(
-            f"{type(hf).__name__} does not run with adapters in these layers ({_first_line(error)}); name others with "
-            "--lora_target_modules"
+            f"{type(hf).__name__} does not run on a few tokens ({type(error).__name__}: {_first_line(error)}); wanted "
+            "a causal language model that takes position ids and an attention mask"
         ) from error
     spread = plain[:4].std(correction=0)
     if not all(part.isfinite().all() for part in (plain[:4], shifted[2:], other[:4])):
@@ -120,13 +130,14 @@ def check_reading(model: Callable, hf: nn.Module, device: torch.device | str, ex
             "that they fit in"
         )
     for moved, what in (
+        ((plain[:4] - without_noise[:4]).abs().mean(), "training mode"),
         ((plain[:4] - shifted[2:]).abs().mean(), "padding in front of a text"),
         ((plain[:3] - other[:3]).abs().mean(), "a token that comes later"),
     ):
         if not moved <= spread * (1e-3 if exact else 0.1):
             raise UserError(
                 f"{type(hf).__name__}: {what} changes its output by {float(moved / spread):.1%} of its spread; wanted "
-                "a causal language model that takes position ids and an attention mask"
+                "a causal language model that takes position ids and an attention mask, and trains without noise"
             )
 
 
@@ -189,7 +200,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     placement: dict | None = None,
 ):
-    """A plain HF causal language model with dropout off, in eval mode.
+    """A plain HF causal language model with dropout and routers' noise off, in eval mode.
 
     Args:
         dtype: "fp32", "bf16" or "fp16".
@@ -282,14 +293,28 @@ def read_config(path: str | Path, trust_remote_code: bool = False):
         raise UserError(_not_loaded("model configuration", path, _first_line(error))) from error
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout rate of a module tree to zero: Dropout modules and numbers kept by attention layers."""
+def disable_noise(model: nn.Module) -> None:
+    """Makes training mode compute what eval mode does.
+
+    Every dropout rate of a module tree is set to zero, of Dropout modules and of numbers that a module keeps by
+    whatever name (`attention_dropout`, `residual_dropout`, `resid_pdrop`, `layerdrop`). Routers that jitter, or draw
+    their experts, stay in eval mode: the policy that is trained has to be the one that answers.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("dropout", "attention_dropout", "attn_dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+        if any("jitter" in name for name in vars(module)):
+            module.train = functools.partial(_train_parts_only, module)
+
+
+def _train_parts_only(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`module.train` of a module that itself stays in eval mode; adapters within have a dropout of their own."""
+    nn.Module.train(module, mode)
+    module.training = False
+    return module
 
 
 def check_length(config, length: int, what: str, whose: str = "the model") -> None:
@@ -490,7 +515,7 @@ def _sharded_init(zero3: dict | None):
 
 
 def _ready(model: nn.Module, device, zero3: dict | None) -> nn.Module:
-    disable_dropout(model)
+    disable_noise(model)
     model.eval()
     return model if zero3 or device is None else model.to(device)
 

@@ -61,7 +61,7 @@ def main(argv=None) -> None:
     tokenizer = models.load_tokenizer(args.adapter if has_tokenizer else base, args.trust_remote_code)
     models.grow_embeddings(hf, len(tokenizer), None)
     adapted = with_adapter(hf, args.adapter).eval()
-    models.disable_dropout(adapted)
+    models.disable_noise(adapted)
     wrapper = models.ScalarModel if is_scalar else models.LanguageModel
     before = models.on_a_few_tokens(wrapper(adapted.get_base_model()), hf, "cpu")
 

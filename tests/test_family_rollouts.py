@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.batches import pad_left
 from common.errors import UserError
 from common.generation import SamplingParams, check_sampling, generate
-from common.models import LanguageModel, check_reading
+from common.models import LanguageModel, check_reading, disable_noise
 
 BASE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -121,3 +121,42 @@ def test_what_cannot_be_read_or_sampled_is_refused_at_start(name):
     changes, message = REFUSED[name]
     with pytest.raises(UserError, match=message):
         checks(build(name, changes))
+
+
+NOISY = {
+    "llama": {"attention_dropout": 0.5}, "gpt2": {"resid_pdrop": 0.5}, "bloom": {"hidden_dropout": 0.5},
+    "seed_oss": {"residual_dropout": 0.5}, "opt": {"layerdrop": 0.9},
+    "phimoe": {}, "mixtral": {"router_jitter_noise": 0.5}, "minimax_m2": {"router_jitter_noise": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOISY)
+@torch.no_grad()
+def test_training_mode_says_what_eval_mode_says(name):
+    """Dropout of any name, and routers that draw experts in training."""
+    model = build(name, SAMPLED[name] | NOISY[name])
+    ids = torch.randint(3, 90, (8, 20))
+    wanted = model(input_ids=ids).logits
+    assert not torch.equal(model.train()(input_ids=ids).logits, wanted)
+    disable_noise(model.eval())
+    torch.testing.assert_close(model.train()(input_ids=ids).logits, wanted, atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_noise_of_another_kind_in_training_is_refused_at_start():
+    model = build("llama", {}).train()
+
+    def noisy(ids, mask):
+        return LanguageModel(model)(ids, mask) * (1.5 if model.training else 1)
+
+    with pytest.raises(UserError, match="LlamaForCausalLM: training mode changes its output by .*trains without noise"):
+        check_reading(noisy, model, "cpu", exact=True)
+
+
+def test_whatever_a_family_raises_is_told_in_one_line():
+    def raises(ids, mask):
+        raise KeyError("linear_attention")
+
+    message = "LlamaForCausalLM does not run on a few tokens .KeyError: 'linear_attention'.; wanted a causal"
+    with pytest.raises(UserError, match=message):
+        check_reading(raises, build("llama", {}), "cpu", exact=True)
