@@ -263,6 +263,8 @@ def _checked(name: str, doing: str, file: str, timeout: float) -> Iterator[None]
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if isinstance(error, ModuleNotFoundError):
             what += ", install it beside this program"
+        if isinstance(error, AttributeError) and "'list' object" in what:
+            what += '; a completion is a list of messages, its text is completion[-1]["content"]'
         raise UserError(f"{name} failed {doing}: {what}{_where(error, file)}") from error
     finally:
         os._exit = leave

@@ -181,7 +181,8 @@ def _few(names: list[str]) -> str:
 
 def next_command(folder: str, stages: dict, has_base_model: bool) -> str:
     """What to run next with these data."""
-    model = f"{folder}/base_model" if has_base_model else "MODEL"
+    # A model that starts from noise learns next to nothing at the default rates, which are those of pretrained ones.
+    model = f"{folder}/base_model --learning_rate 3e-3" if has_base_model else "MODEL"
     if stages.get("sft", {}).get("train"):
         return f"next: python step1_sft/train.py --model {model} --data {folder} --output_dir models/sft"
     if stages.get("preference", {}).get("train"):

@@ -315,6 +315,11 @@ def test_whatever_is_raised_is_the_functions_failure(kind):
     assert f"failed on 5 responses, the first 'An apple pie is tasty.': {kind.__name__}: why" in refusal(raises)
 
 
+def test_a_function_that_takes_messages_for_text_is_told():
+    said = refusal(lambda prompts, completions: [len(completion.split()) for completion in completions])
+    assert 'a completion is a list of messages, its text is completion[-1]["content"]' in said
+
+
 def test_ctrl_c_stays_ctrl_c():
     def interrupted(prompts, completions):
         os.kill(os.getpid(), signal.SIGINT)

@@ -174,7 +174,7 @@ def test_a_tokenizer_is_trained_for_data_of_ones_own(tmp_path, monkeypatch, caps
     source, out = write_mixed(tmp_path / "mixed.jsonl"), tmp_path / "data"
     flags = ["--dataset", source, "--train_tokenizer", 500, "--stages", "sft", "prompts", "--output_dir"]
     assert run(monkeypatch, *flags, out) == 0
-    assert f"--model {out}/base_model --data {out}" in capsys.readouterr().out
+    assert f"--model {out}/base_model --learning_rate 3e-3 --data {out}" in capsys.readouterr().out
     checkpoint.verify(out / "base_model")
     texts = [m["content"] for row in rows_of(out, "sft", "train") for m in row["messages"]]
     assert len(texts) > 100
