@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.data import JSON_TEXT
 from common.errors import UserError
 from step0_data.files import is_unicode
 from step0_data.formats import STAGES
@@ -99,6 +98,8 @@ class Spool:
     def _write(self, stage: str, kinds: dict) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
+
+        from common.data import JSON_TEXT
 
         fields = [
             pa.field(name, pa.string(), metadata=JSON_TEXT) if kind is None else pa.field(name, kind)
