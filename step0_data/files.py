@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from common.data import rows_of
 from common.errors import UserError
 from step0_data import shapes
 from step0_data.columns import TableRow
@@ -424,6 +423,8 @@ def _unreadable(path: Path, kind: str, error: Exception) -> UserError:
 
 def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
     """Rows of arrow batches or tables."""
+    from common.data import rows_of  # brings pyarrow, which --help does without
+
     number = 0
     for batch in batches:
         if not number:
@@ -444,6 +445,8 @@ def table_rows(place: str, batches: Iterable) -> Iterator[Row]:
 
 def _table_row(row) -> tuple[object, bytes | str | None]:
     """A row, or what is wrong with it and the cell (the row, where it is not known which cell)."""
+    from common.data import rows_of
+
     try:
         return TableRow(rows_of(row)[0]), None
     except UnicodeDecodeError as error:
