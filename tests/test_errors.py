@@ -8,9 +8,10 @@ from pathlib import Path
 
 import one_rank
 import pytest
-from small_models import save_gpt2, save_llama, save_reward
+import small_tokenizers
+from small_models import SIZE, save_gpt2, save_llama, save_reward
 from small_runs import answer, mistake, snapshot, write_data
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from common import checkpoint, distributed
 from step1_sft import train as sft
@@ -70,6 +71,20 @@ def world(tmp_path_factory) -> Path:
     save_llama(root / "foreign")
     save_reward(root / "classifier")
     save_gpt2(root / "gpt2")
+    (root / "lora").mkdir()
+    (root / "lora/adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "sft"}')
+    # transformers takes Qwen2's own class of tokenizer for whatever stands beside a Qwen2 model
+    mixed = AutoConfig.for_model("qwen2", **SIZE, vocab_size=360, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(mixed).save_pretrained(root / "mixed")
+    small_tokenizers.llama_2(root / "pieces").save_pretrained(root / "mixed")
+    save_scored(root / "mixed-rm")
+    (root / "mixed-rm/config.json").write_text(
+        json.dumps(json.loads((root / "mixed-rm/config.json").read_text()) | {"model_type": "qwen2"})
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (root / "mixed-rm" / name).write_bytes((root / "mixed" / name).read_bytes())
+    config = json.loads((save_llama(root / "short") / "config.json").read_text())
+    (root / "short/config.json").write_text(json.dumps(config | {"max_position_embeddings": 70}))
     labels = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
     LlamaForSequenceClassification(labels).save_pretrained(save_reward(root / "labels"))
     (root / "nothing").mkdir()
@@ -107,6 +122,37 @@ CASES = [
     ),
     (reward, "--model rlhf/critic --data data", "is of stage 'rlhf-critic', wanted 'sft'"),
     (reward, "--model labels --data data", "classifies into 3 labels, wanted a reward model with 1"),
+    (
+        sft,
+        "--model lora --data data",
+        "--model lora holds an adapter (LORA of sft), and a whole model is wanted; merge it",
+    ),
+    (
+        reward,
+        "--model lora --data data",
+        "first: `python scripts/merge_adapter.py --adapter lora --output_dir lora-merged`",
+    ),
+    (rlhf, RL + "--data data --ref lora", "--ref lora holds an adapter"),
+    (rlhf, RL.replace("sft", "lora") + "--data data --lora_r 2", "--actor lora holds an adapter"),
+    (rlhf, RL + "--data data --reward lora", "--reward lora holds an adapter"),
+    (
+        rlhf,
+        RL + "--data data --ref gpt2",
+        "--ref gpt2 has another tokenizer than the actor, whose tokens it has to read",
+    ),
+    (rlhf, RL + "--data data --ref short", "72 tokens a sequence asked for, short has positions for 70"),
+    # the tokenizer
+    (
+        sft,
+        "--model mixed --data data --max_length 64",
+        "does not give the text back: words lose the spaces between them",
+    ),
+    (
+        reward,
+        "--model mixed --data data --max_length 64",
+        "transformers opens it as Qwen2Tokenizer for this type of model",
+    ),
+    (rlhf, RL + "--data data --reward mixed-rm", "--reward mixed-rm: the tokenizer (Qwen2Tokenizer) does not give"),
     # the data
     (sft, "--model foreign", "--data is missing and the parent model records none"),
     (sft, "--model changed", "has changed since the parent model was trained"),
